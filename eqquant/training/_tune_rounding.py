@@ -70,8 +70,8 @@ def tune_rounding(
     **Arguments:**
 
     - `student`: a model, or a part of it, with quantized weights. Their formats may
-        have a table or integers, but no offsets and no trellis codes. Their codes are
-        not used, and any rotation is kept.
+        have a table or integers, but no offsets and no trellis codes. Weights of
+        convolutions are not supported. Codes are not used, and any rotation is kept.
     - `teacher`: the same model with float weights.
     - `fn`: `fn(student, inputs)` returns the outputs, a pytree. Under
         [`eqquant.quaxify`][] or not: it receives dense weights.
@@ -79,7 +79,8 @@ def tune_rounding(
         loss is the mean over output arrays of the relative squared error.
     - `steps`: the number of steps. They take the batches in turn.
     - `rate`: the size of the first step, as a share of the distance of two levels. It
-        decreases linearly. The default is `0.5 / steps`.
+        decreases linearly. The default is `0.5 / steps`. If nothing improves, try a
+        tenth: random inputs without preferred directions need smaller steps.
     - `progress`: whether to show a progress bar. By default, long work shows one.
 
     **Returns:**
@@ -90,8 +91,8 @@ def tune_rounding(
     **Raises:**
 
     - `ValueError`: `student` has no quantized weight, one has an unsupported format or
-        no float weight in `teacher`, there is no batch, or `steps` or `rate` is not
-        positive.
+        no float weight in `teacher`, there is no batch, outputs are not finite, or
+        `steps` or `rate` is not positive.
     - `TypeError`: `fn` and `student` are swapped, or `batches` is one batch.
     """
     order = "student, teacher, fn, batches"
@@ -120,7 +121,13 @@ def tune_rounding(
         return jax.tree.unflatten(structure, _merged(leaves, choices, new))
 
     def error(model):
-        return sum(float(_error(fn, model, *batch)) for batch in batches)
+        total = sum(float(_error(fn, model, *batch)) for batch in batches)
+        if not math.isfinite(total):
+            raise ValueError(
+                f"{_caller}: outputs differ from the expected ones by {total}. Pass "
+                "batches without NaN and infinity."
+            )
+        return total
 
     nearest = [choice.start for choice in known]
     return min((student, model(nearest), model(offsets)), key=error)
@@ -197,9 +204,10 @@ def _choice(weight: Any, plain: Any, name: str) -> _Choice:
     no_nearest = type(format).nearest is Format.nearest
     if format.history or format.has_offsets or no_nearest or len(base.axes) != 1:
         raise ValueError(
-            f"{_caller}: {name} is in {format!r}. Formats with offsets, trellis codes "
-            "or blocks of several axes are not supported. Quantize it in another "
-            "format, such as 'nf4'."
+            f"{_caller}: {name} is in {format!r}, with blocks along axes {base.axes}. "
+            "Formats with offsets, trellis codes, and blocks of several axes, such as "
+            "those of convolutions, are not supported. Quantize a linear layer in "
+            "another format, such as 'nf4', or round by GPTQ: `eqquant.calibrate`."
         )
     axis = base.axes[-1]
     if isinstance(plain, RotatedArray):

@@ -123,6 +123,9 @@ def test_bad_teacher_and_batches(batches):
     student = eqquant.quantize_tree(MLP, "nf4")
     with pytest.raises(ValueError, match=r"no float weight.*layers\[0\].weight"):
         tune_rounding(student, student, forward, batches)
+    bad = [(x.at[0, 0].set(jnp.nan), y) for x, y in batches]
+    with pytest.raises(ValueError, match="outputs.*nan"):
+        tune_rounding(student, MLP, forward, bad, steps=2)
     with pytest.raises(ValueError, match="batches is empty"):
         tune_rounding(student, MLP, forward, [])
     with pytest.raises(TypeError, match="swapped"):
