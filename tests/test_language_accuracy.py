@@ -40,6 +40,7 @@ def test_rows(monkeypatch, tmp_path):
     assert bits[5] <= 8.5 and divergences[5] < divergences[2]
 
 
+@pytest.mark.slow
 def test_layers_are_tuned_one_after_the_other(monkeypatch, rng):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = importlib.import_module("language_accuracy")
