@@ -11,7 +11,8 @@ other kernel supports. Kernels use formats, but neither arrays nor derivatives. 
 
 from . import cpu, xla
 from ._compute import Activations, as_compute, Compute, GPUKernel, Precision, TPUKernel
-from ._int8 import gpu_sums_int8, longest_int8_sum, round_int8
+from ._int8 import round_int8
+from ._int8_sums import gpu_sums_int8, longest_int8_sum
 from ._product import choose, Kernel, Matmul, Product, table, View
 
 

@@ -73,8 +73,8 @@ def tune_rounding(
         have a table or integers, but no offsets and no trellis codes. Weights of
         convolutions are not supported. Codes are not used, and any rotation is kept.
     - `teacher`: the same model with float weights.
-    - `fn`: `fn(student, inputs)` returns the outputs, a pytree. Under
-        [`eqquant.quaxify`][] or not: it receives dense weights.
+    - `fn`: `fn(student, inputs)` returns the outputs, a pytree. It receives dense
+        weights, so it does not need [`eqquant.quaxify`][].
     - `batches`: pairs `(inputs, expected)`, with equal shapes for one compilation. The
         loss is the mean over output arrays of the relative squared error.
     - `steps`: the number of steps. They take the batches in turn.
@@ -85,8 +85,8 @@ def tune_rounding(
 
     **Returns:**
 
-    The student with new codes. If they have a larger error over all batches, the codes
-    are rounded to nearest, or `student` is returned.
+    The student with new codes. If rounding to nearest, or `student` itself, has a
+    smaller error over all batches, that is returned.
 
     **Raises:**
 

@@ -4,7 +4,8 @@ import dataclasses
 import functools as ft
 
 from ...formats import Format
-from .._int8 import longest_int8_sum, rounding
+from .._int8 import rounding
+from .._int8_sums import longest_int8_sum
 from .._product import Kernel, Product
 from ._call import call, row_bytes, run_of, unpacked_bits
 from ._library import INT8_SETS, Library, load, status

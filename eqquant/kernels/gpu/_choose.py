@@ -6,7 +6,7 @@ import os
 import jax.numpy as jnp
 
 from .._compute import GPUKernel
-from .._int8 import longest_int8_sum
+from .._int8_sums import longest_int8_sum
 from .._product import Product
 from . import _check, _chips, _pipeline
 from ._kernel import TensorCoreKernel as TensorCoreKernel

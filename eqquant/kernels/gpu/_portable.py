@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ...formats import is_in_two_parts
-from .._int8 import gpu_sums_int8, longest_float32_sum, longest_int8_sum, rounding
+from .._int8 import rounding
+from .._int8_sums import gpu_sums_int8, longest_float32_sum, longest_int8_sum
 from .._product import Kernel, Product
 from . import _fused, _reduce, _tiles
 from ._parts import num_parts

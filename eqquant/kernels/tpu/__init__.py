@@ -14,7 +14,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from .._int8 import longest_int8_sum, rounding
+from .._int8 import rounding
+from .._int8_sums import longest_int8_sum
 from .._product import Kernel, Product, View
 from . import _decode, _general, _tile_sizes
 from ._chips import chip

@@ -6,7 +6,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from .._int8 import longest_int8_sum, rounding
+from .._int8 import rounding
+from .._int8_sums import longest_int8_sum
 from .._product import Kernel, Product
 from ._dot import dot
 
