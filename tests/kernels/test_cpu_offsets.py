@@ -52,7 +52,7 @@ def test_offsets_of_any_kind(kernel, name, normal):
     q = eqquant.quantize(w, FORMATS[name])
     dense = np.asarray(q.dequantize(), np.float64)
     format, shift = q.format.centred
-    for rows in (1, 4, 21, 70):
+    for rows in (1, 2, 4, 21, 70):
         for contract_rows in (False, True):
             if contract_rows and kernel.startswith("int8"):
                 continue
@@ -63,6 +63,21 @@ def test_offsets_of_any_kind(kernel, name, normal):
             out = call(kernel, matmul.of(*args), *args, offsets=q.offsets)
             weight = dense if contract_rows else dense.T
             assert relative(out, np.asarray(x, np.float64) @ weight) < TOLERANCE[kernel]
+
+
+@pytest.mark.parametrize("power", [-80, 80])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_activations_out_of_range(kernel, power, normal):
+    # Kernels compute these products again, with scaled operands and without offsets.
+    q = eqquant.quantize(normal(67, 512) + 2, FORMATS["q4_1"])
+    format, shift = q.format.centred
+    x = normal(2, 512) * 2.0**power
+    matmul = Matmul(format, False, shift=shift)
+    args = x, q.codes, q.scales
+    out = call(kernel, matmul.of(*args), *args, offsets=q.offsets)
+    expected = np.float64(x) @ np.float64(q.dequantize()).T
+    scale = 2.0**-power
+    assert relative(np.float64(out) * scale, expected * scale) < TOLERANCE[kernel]
 
 
 def test_stacks_of_weights(normal):

@@ -194,9 +194,9 @@ void decode_offsets_of_rows(const Product& p, int64_t row, int64_t rows, float* 
   for (int64_t i = 0; i < count; i++) to[i] += p.shift * scales[i];
 }
 
-const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
-  if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales.inner) + row * p.blocks;
-  decode_rows(p.scales, p.blocks, row, rows, buffer);
+const float* scales_of(const Scales& scales, int64_t blocks, int64_t row, int64_t rows, float* buffer) {
+  if (scales.are_floats()) return static_cast<const float*>(scales.inner) + row * blocks;
+  decode_rows(scales, blocks, row, rows, buffer);
   return buffer;
 }
 

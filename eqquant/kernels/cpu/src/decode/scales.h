@@ -15,31 +15,38 @@ void decode_scales(const Product& p, int64_t row, int64_t begin, int64_t count, 
 // Decodes the offsets of these blocks, including the multiple of the scales.
 void decode_offsets(const Product& p, int64_t row, int64_t begin, int64_t count, float* to);
 
-// Returns the scales of `rows` rows: in place if they are floats, or decoded into a buffer of
-// `p.scale_buffer(rows)` floats.
-const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer);
+// Returns the scales of `rows` rows with `blocks` blocks: in place if they are floats, or decoded into a buffer of
+// `rows * blocks` floats.
+const float* scales_of(const Scales& scales, int64_t blocks, int64_t row, int64_t rows, float* buffer);
+inline const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
+  return scales_of(p.scales, p.blocks, row, rows, buffer);
+}
 
-// The scales of rows that are read in order, up to row `end`. The scales of short rows are decoded for several steps at
-// once, because a call takes longer than some scales.
+// The scales, or offsets, of rows that are read in order, up to row `end`. Those of short rows are decoded for several
+// steps at once, because a call takes longer than some scales.
 class ScalesInOrder {
   static constexpr int64_t most_rows = 8, at_once = 512;
-  const Product& p;
-  const int64_t end, step;
+  const Scales& from;
+  const int64_t blocks, end, step;
   int64_t first = 0, stop = 0;
   std::vector<float> buffer;
   const float* scales = nullptr;
 
  public:
-  ScalesInOrder(const Product& p, int64_t end)
-      : p(p), end(end), step(std::max(most_rows, at_once / p.blocks / most_rows * most_rows)), buffer(p.scale_buffer(step)) {}
+  ScalesInOrder(const Scales& from, int64_t blocks, int64_t end)
+      : from(from),
+        blocks(blocks),
+        end(end),
+        step(std::max(most_rows, at_once / blocks / most_rows * most_rows)),
+        buffer(from.outer_blocks || !from.are_floats() ? step * blocks : 0) {}
   // Returns the scales of at most `most_rows` rows.
   const float* of(int64_t row, int64_t rows) {
     if (row + rows > stop) {
       first = row;
       stop = std::min(end, row + step);
-      scales = scales_of(p, first, stop - first, buffer.data());
+      scales = scales_of(from, blocks, first, stop - first, buffer.data());
     }
-    return scales + (row - first) * p.blocks;
+    return scales + (row - first) * blocks;
   }
 };
 

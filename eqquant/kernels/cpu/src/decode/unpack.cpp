@@ -234,6 +234,7 @@ void run_units(const Routine& routine, const Product& p, const char* scratch, in
     const int64_t rows = std::min(at_once, end - row);
     unpack(p, p.stored(row), rows * (p.packed / p.run), unpacked.get());
     some.scales = p.scales.from(row, p.blocks);
+    if (p.block_sums) some.offsets = p.offsets.from(row, p.blocks);
     some.y = p.y + row;
     routine.run(some, scratch, 0, rows);
   }

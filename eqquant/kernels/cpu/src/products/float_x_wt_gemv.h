@@ -103,7 +103,7 @@ void gemv_rows(const Product& p, const Groups& groups, const float* x, const flo
 template <int bits>
 void run_gemv(const Product& p, const float* x, int64_t begin, int64_t end) {
   const Groups groups(p);
-  ScalesInOrder scales(p, end);
+  ScalesInOrder scales(p.scales, p.blocks, end);
   int64_t row = begin;
   if (rows_with(groups.size(0)) == 4)
     for (; row + 4 <= end; row += 4) gemv_rows<bits, 4>(p, groups, x, scales.of(row, 4), row);

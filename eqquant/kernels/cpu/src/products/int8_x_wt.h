@@ -216,7 +216,7 @@ template <int bits>
 void run_in_registers(const Product& p, const Layout& layout, char* scratch, int64_t begin,
                int64_t end) {
   const ByteLevels levels = byte_levels(p);
-  ScalesInOrder scales(p, end);
+  ScalesInOrder scales(p.scales, p.blocks, end);
   int64_t row = begin;
   // If codes need no decoding, one row of the activation is bound by memory, and a sequential read is fastest.
   if constexpr (bits == 8)

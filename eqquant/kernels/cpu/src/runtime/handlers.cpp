@@ -243,6 +243,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   const auto* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
   const auto* all_x = static_cast<const char*>(x.untyped_data());
   const Routine& of_offsets = offsets_routine(found->needs);
+  const bool routine_adds_offsets = has_offsets && routine->adds_offsets && routine->adds_offsets(p);
   const int64_t units = units_of(p);
   int64_t grain = routine->grain(p);
   // In x @ w, each thread processes a part of every row. With few rows of the activation, reading these parts
@@ -265,6 +266,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     q.y = y->typed_data() + i * q.m * out;
     std::atomic<bool> unusual = false;
     q.unusual = &unusual;
+    if (routine_adds_offsets) q.block_sums = reinterpret_cast<const float*>(sums);
     const auto prepare = [&](int64_t begin, int64_t end) {
       routine->prepare(q, space, begin, end);
       if (has_offsets) of_offsets.prepare(q, sums, begin, end);
@@ -275,7 +277,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     const auto multiply = [&](int64_t begin, int64_t end) {
       run_units(*routine, q, space, begin, end);
       finish_results(q, begin, end);
-      add_offsets(begin, end);
+      if (!routine_adds_offsets) add_offsets(begin, end);
     };
     if (alone) {
       prepare(0, q.m);

@@ -62,10 +62,13 @@ struct Product {
   const void* x;          // (m, columns), or (m, rows) where rows are contracted
   const uint8_t* codes;   // (rows, stored_bytes)
   Scales scales;
-  // Numbers that are added to the values of a block, and a multiple of its scale that is added as well. Routines
+  // Numbers that are added to the values of a block, and a multiple of its scale that is added as well. Most routines
   // ignore them: products/offsets.h adds their part of the product. `offsets.inner` is null if there are none.
   Scales offsets;
   float shift;
+  // If the routine adds the part of the offsets itself: the sums of the activation over each block, (m, blocks). Rows
+  // are padded with zeros to whole registers. Otherwise null.
+  const float* block_sums;
   bool rounds_x;  // Each row of the activation is rounded to int8.
   float* y;               // (m, rows), or (m, columns)
   int64_t m, rows, packed, blocks;
@@ -150,6 +153,8 @@ struct Routine {
   const char* (*why_not)(const Product&) = nullptr;
   // True if `run` reads codes as they are stored. Otherwise they are unpacked before (decode/unpack.h).
   bool (*reads_stored)(const Product&) = nullptr;
+  // True if `run` adds the part of the offsets of `x @ w.T`, if there are some.
+  bool (*adds_offsets)(const Product&) = nullptr;
 };
 
 template <int64_t grain>

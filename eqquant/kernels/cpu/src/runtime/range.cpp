@@ -152,6 +152,7 @@ InRange::InRange(const Product& p) : scaled(p) {
   scaled.x = x.data();
   scaled.bfloat16_x = false;
   scaled.rounds_x = false;
+  scaled.block_sums = nullptr;
   scaled.scales = {scales.data(), nullptr, ScaleType::float32, ScaleType::float32, 0};
 }
 

@@ -49,6 +49,39 @@ EQQUANT_INLINE __m512 numbers_at(ScaleType type, const void* from, int64_t i, __
   return _mm512_cvtepi32_ps(x);
 }
 
+// Stored numbers that one instruction converts to floats: float16 or float32.
+struct Numbers {
+  const char* from;
+  bool are_halves;
+
+  // Reads sixteen numbers from `i` on, under a mask.
+  EQQUANT_INLINE __m512 read(int64_t i, __mmask16 some) const { return are_halves ? halves(i, some) : floats(i, some); }
+  EQQUANT_INLINE __m512 halves(int64_t i, __mmask16 some) const {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, from + 2 * i));
+  }
+  EQQUANT_INLINE __m512 floats(int64_t i, __mmask16 some) const { return _mm512_maskz_loadu_ps(some, from + 4 * i); }
+  EQQUANT_INLINE void prefetch(int64_t i) const { __builtin_prefetch(from + (are_halves ? 2 : 4) * i, 0, 2); }
+};
+
+// The scales, or offsets, of rows that are read in order, up to row `end`. Other types than float16 are decoded before.
+class NumbersInOrder {
+  const Scales& stored;
+  const int64_t blocks;
+  const bool are_halves;
+  ScalesInOrder decoded;
+
+ public:
+  NumbersInOrder(const Scales& stored, int64_t blocks, int64_t end)
+      : stored(stored),
+        blocks(blocks),
+        are_halves(stored.type == ScaleType::float16 && !stored.outer_blocks),
+        decoded(stored, blocks, end) {}
+  Numbers of(int64_t row, int64_t rows) {
+    if (are_halves) return {static_cast<const char*>(stored.inner) + 2 * row * blocks, true};
+    return {reinterpret_cast<const char*>(decoded.of(row, rows)), false};
+  }
+};
+
 // Decodes the scales of up to sixteen blocks, from block `b` of a row on.
 EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmask16 some) {
   const Scales& s = p.scales;

@@ -40,6 +40,9 @@ constexpr int64_t most_at_once = 3;
 // True if codes are unpacked in registers. For more rows of the activation, that would be repeated.
 bool reads_stored(const Product& p) { return p.is_unpacked() && p.m <= most_at_once && DenseCodes::fit(p); }
 
+// True if the offsets are added while rows are multiplied.
+bool adds_offsets(const Product& p) { return p.m <= most_at_once && RowOffsets::serve(p); }
+
 int steps_of(const Product& p) { return 16 / p.bits; }
 // A group of rows of the activation is (chunk, step, row, lane).
 int64_t row_size(const Product& p) { return chunks_of(p) * steps_of(p) * (chunk / 2); }
@@ -149,11 +152,13 @@ template <int bits, int rows, class Stored>
 struct InRegisters : BlockedRows<rows, Stored> {
   static constexpr int steps_of_sum = 16 / bits;
   __m512i table;
+  RowOffsets& offsets;
+  int64_t row;
 
   InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, const Stored& stored,
-              ScalesInOrder& in_order, int64_t row)
+              NumbersInOrder& in_order, RowOffsets& offsets, int64_t row)
       : BlockedRows<rows, Stored>(p, levels.unit, blocks, stored, in_order, row),
-        table(_mm512_load_si512(levels.values)) {}
+        table(_mm512_load_si512(levels.values)), offsets(offsets), row(row) {}
   template <int step>
   EQQUANT_INLINE __m512i weight(int r) const {
     return decode<bits, step>(table, this->of[r]);
@@ -163,6 +168,10 @@ struct InRegisters : BlockedRows<rows, Stored> {
     const __m512 scale = this->scale(r);
     for (int i = 0; i < count; i++)
       sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[i]), scale, sums[i]);
+  }
+  template <int count>
+  EQQUANT_INLINE void add_offsets(int64_t first_of_x, __m512 (&sums)[rows][count]) const {
+    offsets.add(row, this->scales, first_of_x, sums);
   }
 };
 
@@ -187,6 +196,8 @@ struct InMemory {
   }
   EQQUANT_INLINE void next() { values += 16 / bits * rows * (chunk / 2); }
   EQQUANT_INLINE float unit_of(int r) const { return units[r]; }
+  template <int count>
+  EQQUANT_INLINE void add_offsets(int64_t, __m512 (&)[rows][count]) const {}
 };
 
 // Values in registers are passed as arguments. products/float_x_wt_gemv.h has the reason.
@@ -212,11 +223,12 @@ struct Tile {
     if constexpr ((step + 1) * bits < 16) multiply<step + 1>(weights, x, products, sums);
   }
 
-  // Multiplies by `count` rows of the activation `x`, which have `units`. Writes the results to `y`, or adds them.
-  template <class Weights>
-  static void run(const Weights& first, const int16_t* x, const float* units, int64_t chunks,
+  // Multiplies the rows that `make` returns by `count` rows of the activation `x`, which begin with row `first_of_x`
+  // and have `units`. Writes the results to `y`, or adds them.
+  template <class Make>
+  static void run(const Make& make, int64_t first_of_x, const int16_t* x, const float* units, int64_t chunks,
                   bool adds, float* y, int64_t y_stride) {
-    Weights weights = first;  // A local copy, because compilers leave members of arguments in memory.
+    auto weights = make();  // A local variable, because compilers leave members of arguments in memory.
     Sums sums;
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < count; i++) sums[r][i] = _mm512_setzero_ps();
@@ -227,14 +239,19 @@ struct Tile {
       weights.next();
       x += 16 / bits * count * (chunk / 2);
     } while (--chunks);
+    // Do not multiply the units first, because their product may underflow.
+    Sums all;  // Not `sums`, which would not stay in registers.
+    for (int r = 0; r < rows; r++)
+      for (int i = 0; i < count; i++)
+        all[r][i] = _mm512_mul_ps(_mm512_mul_ps(sums[r][i], _mm512_set1_ps(weights.unit_of(r))),
+                                  _mm512_set1_ps(units[i]));
+    weights.add_offsets(first_of_x, all);
     for (int i = 0; i < count; i++, y += y_stride) {
       alignas(16) float of[4];
       if constexpr (rows == 4)
-        _mm_store_ps(of, Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]));
+        _mm_store_ps(of, Vector::sum_four(all[0][i], all[1][i], all[2][i], all[3][i]));
       else
-        for (int r = 0; r < rows; r++) of[r] = Vector::sum(sums[r][i]);
-      // Do not multiply the units first, because their product may underflow.
-      for (int r = 0; r < rows; r++) of[r] = of[r] * weights.unit_of(r) * units[i];
+        for (int r = 0; r < rows; r++) of[r] = Vector::sum(all[r][i]);
       if (adds)
         for (int r = 0; r < rows; r++) of[r] += y[r];
       std::memcpy(y, of, rows * sizeof(float));
@@ -318,14 +335,15 @@ struct Rows {
         buffer(p.scale_buffer(4)),
         decoded(p.m >= many(p) ? 4 * panel_size / (chunk / 2) : 0) {}
 
-  // Multiplies `rows` rows of the weight by rows `begin` to `end` of the activation: `chunks` chunks from `c` on.
-  template <int rows, class Weights>
-  void multiply(const Weights& weights, int64_t row, int64_t begin, int64_t end, int64_t c,
+  // Multiplies the `rows` rows of the weight that `make` returns by rows `begin` to `end` of the activation: `chunks`
+  // chunks from `c` on.
+  template <int rows, class Make>
+  void multiply(const Make& make, int64_t row, int64_t begin, int64_t end, int64_t c,
                 int64_t chunks) {
     for (int64_t i = begin; i < end; i += most_at_once) {
       const auto run = [&](auto count) {
         const int64_t skipped = c * steps_of(p) * count * (chunk / 2);
-        Tile<bits, rows, count>::run(weights, x + i * row_size(p) + skipped, units + i, chunks,
+        Tile<bits, rows, count>::run(make, i, x + i * row_size(p) + skipped, units + i, chunks,
                                      c > 0, p.y + i * p.rows + row, p.rows);
       };
       switch (group_of(p, i)) {
@@ -337,9 +355,11 @@ struct Rows {
   }
 
   template <int rows, class Stored>
-  void few(const Stored& stored, ScalesInOrder& scales, int64_t row) {
-    const InRegisters<bits, rows, Stored> weights(p, levels, blocks, stored, scales, row);
-    multiply<rows>(weights, row, 0, p.m, 0, chunks_of(p));
+  void few(const Stored& stored, NumbersInOrder& scales, RowOffsets& offsets, int64_t row) {
+    const auto make = [&] {
+      return InRegisters<bits, rows, Stored>(p, levels, blocks, stored, scales, offsets, row);
+    };
+    multiply<rows>(make, row, 0, p.m, 0, chunks_of(p));
   }
 
   template <int rows>
@@ -354,8 +374,8 @@ struct Rows {
     for (int r = 0; r < rows; r++)
       for (int64_t j = c; j < c + chunks; j++)
         __builtin_prefetch(p.codes + (row + rows + r) * p.packed + j * chunk, 0, 2);
-    const InMemory<bits, rows> weights{decoded[0].values, of_weight};
-    multiply<rows>(weights, row, begin, end, c, chunks);
+    const auto make = [&] { return InMemory<bits, rows>{decoded[0].values, of_weight}; };
+    multiply<rows>(make, row, begin, end, c, chunks);
   }
 };
 
@@ -369,8 +389,9 @@ template <int bits>
 void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Rows<bits> of(p, const_cast<char*>(scratch));  // Only read.
   const auto few = [&](const auto& stored) {
-    ScalesInOrder scales(p, end);
-    by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(stored, scales, row); });
+    NumbersInOrder scales(p.scales, p.blocks, end);
+    RowOffsets offsets(p, end);
+    by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(stored, scales, offsets, row); });
   };
   if constexpr (bits == 8)
     if (reads_stored(p)) return few(DenseCodes(p));
@@ -405,5 +426,5 @@ EQQUANT_END
 
 namespace eqquant {
 extern const Routine int16_x_wt_vnni = {vnni::prepare, vnni::run, vnni::scratch_size, always<8>,
-                                        vnni::why_not, vnni::reads_stored};
+                                        vnni::why_not, vnni::reads_stored, vnni::adds_offsets};
 }  // namespace eqquant

@@ -28,9 +28,12 @@ struct Int8Vector {
   template <int bits, int plane>
   static EQQUANT_INLINE Bytes decode(Bytes table, Bytes codes) {
     if constexpr (bits == 8) return _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+    return _mm512_shuffle_epi8(table, code<bits, plane>(codes));
+  }
+  template <int bits, int plane>
+  static EQQUANT_INLINE Bytes code(Bytes codes) {
     const __m512i shifted = plane ? _mm512_srli_epi16(codes, plane * bits) : codes;
-    const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
-    return _mm512_shuffle_epi8(table, _mm512_and_si512(shifted, mask));
+    return _mm512_and_si512(shifted, _mm512_set1_epi8((1 << bits) - 1));
   }
 
   static EQQUANT_INLINE Sums zero() { return _mm512_setzero_si512(); }
