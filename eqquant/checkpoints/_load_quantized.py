@@ -33,6 +33,7 @@ from .files import (
     Part,
     Path,
     release,
+    SharedPages,
     to_jax,
     with_abstract_arrays,
 )
@@ -142,7 +143,10 @@ def load_quantized(
             leaves = [abstract_leaf(contents, plan, compute) for plan in plans]
         else:
             shown = with_progress(plans, elements, progress, caller=CALLER)
-            leaves = [_load(contents, plan, check_finite, compute) for plan in shown]
+            pages = SharedPages()
+            leaves = [
+                _load(contents, plan, check_finite, compute, pages) for plan in shown
+            ]
     treedef = jax.tree.structure(like, is_leaf=is_implicit)
     return match_layers(jax.tree.unflatten(treedef, leaves))
 
@@ -163,6 +167,7 @@ def _load(
     plan: Plan,
     check_finite: bool,
     compute: Compute,
+    pages: SharedPages,
 ) -> Any:
     leaf, names, choice = plan.site.leaf, plan.names, plan.choice
     if names is None:
@@ -184,7 +189,8 @@ def _load(
         else:
             out = _stack(names, read, threads=0)
         if is_implicit(out):
-            out = jax.tree.map(to_jax, out).with_dtype(leaf.dtype)
+            out = jax.tree.map(lambda part: to_jax(pages.copy(part)), out)
+            out = out.with_dtype(leaf.dtype)
             return out.with_static(compute=plan.compute or compute)
         return kept(out) if isinstance(leaf, np.ndarray) else to_jax(out)
 

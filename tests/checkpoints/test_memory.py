@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.checkpoints.files import empty, Source, to_jax
+import safetensors.numpy
+from eqquant.checkpoints.files import empty, SharedPages, Source, to_jax
 from measured import COLUMNS, ROWS
 
 
@@ -29,6 +30,35 @@ def test_jax_uses_the_memory_without_a_copy(rows):
     assert on_jax.unsafe_buffer_pointer() == array.ctypes.data
     del array
     assert (np.asarray(on_jax).sum(0, dtype=np.int64) == expected).all()
+
+
+def test_small_arrays_share_huge_pages(normal):
+    pages = SharedPages()
+    arrays = [np.asarray(normal(rows, 33)) for rows in (100, 101, 3)]
+    copies = [pages.copy(array) for array in arrays]
+    if copies[0] is arrays[0]:
+        pytest.skip("This system has no huge pages, or JAX uses another device.")
+    on_jax = [to_jax(copy) for copy in copies]
+    for array, copy, out in zip(arrays, copies, on_jax, strict=True):
+        np.testing.assert_array_equal(array, out)
+        assert out.unsafe_buffer_pointer() == copy.ctypes.data
+    first, second = (copy.ctypes.data for copy in copies[:2])
+    assert first % 2**21 == 0  # The begin of a page.
+    assert 0 < second - first - arrays[0].nbytes < 64
+    assert copies[2] is arrays[2]
+
+
+@needs_proc
+def test_loaded_weights_share_huge_pages(tmp_path, normal):
+    path = tmp_path / "model.safetensors"
+    model = {str(i): normal(64, 128) for i in range(3)}
+    safetensors.numpy.save_file(jax.tree.map(np.asarray, model), path)
+    rules = {"*": "int8"}
+    loaded = eqquant.load_quantized(path, model, rules=rules, progress=False)
+    codes = [loaded[i].codes.unsafe_buffer_pointer() for i in model]
+    if not SharedPages().helps:
+        pytest.skip("This system has no huge pages, or JAX uses another device.")
+    assert len({address >> 21 for address in codes}) == 1
 
 
 def is_in_file(array, path) -> bool:

@@ -11,6 +11,7 @@ from ._json import parse_object, to_json
 from ._manifest import KEY, make_header, Manifest, Piece, read_manifest, Shard, VERSION
 from ._mapped import MappedFile, release
 from ._memory import convert, empty, kept, to_jax, to_numpy, with_abstract_arrays
+from ._pages import SharedPages
 from ._plain import write_plain
 from ._replacing import PART, replacing, sync_folder
 from ._safetensors import CHUNK, DTYPES, MAX_HEADER, Path, Tensor, TensorFile

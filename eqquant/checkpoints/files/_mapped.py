@@ -62,6 +62,11 @@ def may_stay(array: Any) -> bool:
     return is_aligned and array.nbytes >= _least and os.name == "posix"
 
 
+def uses_file(array: Any) -> bool:
+    """Return whether an array uses the memory of a file."""
+    return _map_of(array) is not None
+
+
 def release(array: Any) -> None:
     """Let go of the memory of an array that uses the memory of a file.
 

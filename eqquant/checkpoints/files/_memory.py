@@ -1,8 +1,6 @@
 """NumPy arrays that JAX uses without a copy."""
 
-import contextlib
 import math
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._mapped import may_stay, release
-
-
-# The size of a huge page on most machines. Products with one row are limited by memory
-# bandwidth, and huge pages cost them fewer TLB misses.
-_huge = 2 << 20
+from ._pages import ALIGNMENT, HAS_HUGE_PAGES, HUGE, huge_pages
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -27,18 +21,13 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes >= _huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages = mmap.mmap(-1, nbytes + _huge, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        raw = np.frombuffer(pages, np.uint8)
-        start = -raw.ctypes.data % _huge
-        # Advise whole pages only: a partial page would make the array take more memory
-        # than it needs. The call fails if Linux was built without huge pages.
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _huge * _huge)
+    if nbytes >= HUGE and HAS_HUGE_PAGES:
+        raw = huge_pages(nbytes)
     else:
-        raw = np.empty(nbytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        raw = raw[start : start + nbytes]
+    return raw.view(dtype).reshape(shape)
 
 
 def convert(source: np.ndarray, out: np.ndarray, where: str) -> None:
