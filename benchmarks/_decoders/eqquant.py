@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parents[1] / "examples" / "llama"))
 from config import Config  # noqa: E402
 from generate import quantize_cache  # noqa: E402
 from load import load_in, open_model  # noqa: E402
-from model import Cache, Decoder, empty_cache, Layer, unstack  # noqa: E402
+from model import Decoder, empty_cache, Layer, unstack  # noqa: E402
 from program_cache import release_freed  # noqa: E402
 from sampling import most_likely  # noqa: E402
 
@@ -107,7 +107,7 @@ class Runs:
         # JAX dispatches flat lists fastest, as in examples/llama/generate.py.
         self.arrays, treedef = jax.tree.flatten(arrays)
         self.like = eqx.filter_eval_shape(lambda: model)
-        self.caches: dict[tuple[int, int], Cache | tuple[Cache, ...]] = {}
+        self.caches: dict[tuple[int, int], list[jax.Array]] = {}  # Parts of caches.
 
         @eqquant.quaxify
         def extend(model, cache, tokens, start):
@@ -115,27 +115,34 @@ class Runs:
             logits = model.logits(hidden[:, -1:])
             return most_likely(logits[:, 0])[:, None], cache
 
-        def step(arrays, *args):
+        cache_treedef = jax.tree.structure(self._cache(0))
+
+        def step(arrays, parts, *args):
             # `quaxify` needs quantized arrays, rather than their parts.
-            return extend(
-                eqx.combine(jax.tree.unflatten(treedef, arrays), static), *args
-            )
+            model = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
+            cache = jax.tree.unflatten(cache_treedef, parts)
+            tokens, cache = extend(model, cache, *args)
+            return tokens, jax.tree.leaves(cache)
 
         self.step = jax.jit(step, donate_argnums=1)
 
     def version(self) -> str:
         return f"eqquant {importlib.metadata.version('eqquant')}, jax {jax.__version__}"
 
-    def _empty(self, context: int):
+    def _cache(self, context: int):
+        """Return the shapes of a cache."""
         capacity = self._padded(context) + self.shape.room
 
         def make():
             cache = empty_cache(self.like, 1, capacity, self.dtype)
             return cache if self.kv is None else quantize_cache(cache, self.kv)
 
+        return eqx.filter_eval_shape(make)
+
+    def _empty(self, context: int) -> list[jax.Array]:
         # Filled, as in examples/llama/generate.py: no program quantizes float zeros.
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype))
-        return jax.tree.map(zeros, eqx.filter_eval_shape(make))
+        return list(map(zeros, jax.tree.leaves(self._cache(context))))
 
     def _padded(self, length: int) -> int:
         return -(-length // self.shape.prompt) * self.shape.prompt

@@ -119,11 +119,12 @@ class Generator:
             key = jax.random.fold_in(jax.random.key(seed), start + last)
             return choose(logits, key), cache
 
-        def step(arrays, *args):
+        def step(arrays, parts, *args):
             # `quaxify` needs quantized arrays, rather than their parts.
-            return extend(
-                eqx.combine(jax.tree.unflatten(treedef, arrays), static), *args
-            )
+            model = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
+            cache = jax.tree.unflatten(self._cache_treedef, parts)
+            token, cache = extend(model, cache, *args)
+            return token, jax.tree.leaves(cache)
 
         self._step = jax.jit(step, donate_argnums=1)
         self._programs: dict[int, Future] = {}  # By the number of tokens.
@@ -132,9 +133,15 @@ class Generator:
         self.seconds_compiling = 0.0  # Without the time in which other work was done.
         # XLA would compile a program that quantizes zeros.
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype))
-        self.cache = jax.tree.map(zeros, eqx.filter_eval_shape(self._empty))
+        cache = jax.tree.map(zeros, eqx.filter_eval_shape(self._empty))
+        self._cache, self._cache_treedef = jax.tree.flatten(cache)
         self._cached: list[int] = []  # The tokens whose keys and values are cached.
         self._oldest = 0  # The position of the first token that ring buffers have.
+
+    @property
+    def cache(self):
+        """The keys and values of the tokens so far."""
+        return jax.tree.unflatten(self._cache_treedef, self._cache)
 
     def put(self, model: Decoder) -> None:
         """Take the weights of a model instead of their shapes."""
@@ -165,7 +172,7 @@ class Generator:
         self._oldest = max(self._oldest if start else 0, overwritten)
         program = self._program(len(tokens))
         numbers = np.int32(start), np.int32(last), self._seed
-        token, self.cache = program(self._arrays, self.cache, tokens[None], *numbers)
+        token, self._cache = program(self._arrays, self._cache, tokens[None], *numbers)
         return token
 
     def _program(self, length: int) -> jax.stages.Compiled:
@@ -181,7 +188,7 @@ class Generator:
         if length in self._programs:
             return
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        args = self._arrays, self.cache, tokens, np.int32(0), np.int32(0), self._seed
+        args = self._arrays, self._cache, tokens, np.int32(0), np.int32(0), self._seed
 
         def lower(args):
             if after is not None:
