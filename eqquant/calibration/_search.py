@@ -88,8 +88,7 @@ def _levels(format: Format) -> np.ndarray:
         if format.history:
             states = jnp.arange(2 ** (format.bits * (format.history + 1)))
             return np.asarray(format.levels(states, jnp.float32))
-        codes = np.setdiff1d(np.arange(2**format.code_bits), format.unused_codes)
-        levels = format.levels(jnp.asarray(codes, format.code_dtype), jnp.float32)
+        levels = format.levels(jnp.asarray(format.used_codes), jnp.float32)
         return np.unique(np.asarray(levels))
 
 

@@ -182,6 +182,12 @@ class Format(abc.ABC):
         return math.ceil(self.bits)
 
     @property
+    def used_codes(self) -> np.ndarray:
+        """The codes that have a level, in ascending order."""
+        codes = np.arange(2**self.code_bits, dtype=np.uint8).view(self.code_dtype)
+        return np.setdiff1d(codes, np.array(self.unused_codes, self.code_dtype))
+
+    @property
     def group(self) -> int:
         """The number of consecutive codes that `_pack.py` packs together."""
         if planes_of(self.bits) == 1:

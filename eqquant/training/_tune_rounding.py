@@ -7,7 +7,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from .._jax import typed
@@ -234,9 +233,7 @@ def _base(plain: QuantizedArray | RotatedArray) -> QuantizedArray:
 
 
 def _levels(format: Format) -> Float[Array, " levels"]:
-    codes = np.arange(2**format.bits, dtype=np.uint8).view(format.code_dtype)
-    used = np.setdiff1d(codes, np.array(format.unused_codes, format.code_dtype))
-    return jnp.unique(format.levels(jnp.asarray(used), jnp.float32))
+    return jnp.unique(format.levels(jnp.asarray(format.used_codes), jnp.float32))
 
 
 def _dense(student: Any, choices: list, values: list) -> Any:

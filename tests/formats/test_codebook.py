@@ -97,6 +97,7 @@ def test_a_codebook_multiplies_and_is_saved(normal, tmp_path):
     # Five levels take three bits, with three unused codes.
     q = eqquant.quantize(normal(24, 128), Codebook((-2, -0.5, 0, 0.5, 1)))
     assert q.format.unused_codes == (5, 6, 7)
+    assert q.format.used_codes.tolist() == [0, 1, 2, 3, 4]
     x = normal(3, 128)
     product = strict(lambda x, q: x @ q.T)(x, q)
     assert relative(product, np.float64(x) @ np.float64(q.dequantize()).T) < 1e-4

@@ -70,10 +70,8 @@ def _compare(kernel: TensorCoreKernel, product: Product) -> str | None:
 
 def _random_codes(rng: np.random.Generator, product: Product) -> jax.Array:
     """Return codes with levels, in the layout of a weight."""
-    format, dtype = product.format, product.codes.dtype
-    all_codes = np.arange(2**format.bits, dtype=np.uint8).view(dtype)
-    used = np.setdiff1d(all_codes, np.array(format.unused_codes, dtype))
-    codes = rng.choice(used, (1, product.rows, product.columns))
+    format = product.format
+    codes = rng.choice(format.used_codes, (1, product.rows, product.columns))
     if format.bits < 8:
         codes = codes.reshape(1, product.rows, -1, format.group)
         codes = pack(codes, format.bits).reshape(product.codes.shape)

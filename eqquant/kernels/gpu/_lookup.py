@@ -46,9 +46,8 @@ _signed_codes = {1: {0: 1, 1: -1}, 2: {0: 0, 1: 1, 3: -1}}
 def is_signed(format: Format) -> bool:
     """Return whether a code is a sign bit and a bit for a nonzero level."""
     levels = _signed_codes.get(format.bits, {})
-    used = [c for c in range(2**format.bits) if c not in format.unused_codes]
     return format.unit_levels and all(
-        levels.get(code) == table_of(format)[code] for code in used
+        levels.get(code) == table_of(format)[code] for code in format.used_codes
     )
 
 
