@@ -37,12 +37,12 @@ class ScalesInOrder {
       : from(from),
         blocks(blocks),
         end(end),
-        step(std::max(most_rows, at_once / blocks / most_rows * most_rows)),
-        buffer(from.outer_blocks || !from.are_floats() ? step * blocks : 0) {}
+        step(std::max(most_rows, at_once / blocks / most_rows * most_rows)) {}
   // Returns the scales of at most `most_rows` rows.
   const float* of(int64_t row, int64_t rows) {
     if (row + rows > stop) {
       first = row;
+      buffer.resize(from.are_floats() ? 0 : step * blocks);
       stop = std::min(end, row + step);
       scales = scales_of(from, blocks, first, stop - first, buffer.data());
     }

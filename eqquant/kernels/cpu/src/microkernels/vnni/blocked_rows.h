@@ -152,11 +152,9 @@ class RowOffsets {
   RowOffsets(const Product& p, int64_t end)
       : blocks(p.blocks), shift(p.shift), sums(p.block_sums), in_order(p.offsets, p.blocks, end) {}
   // True if the offsets of a product are added while it is multiplied.
-  static bool serve(const Product& p) {
-    return p.offsets.inner && ChunkScales(p).exponents == 0;
-  }
-  // Adds the part of `rows` rows from `row` on in products with rows `first` to `first + count` of the activation.
-  // `scales` are the scales of these rows.
+  static bool serve(const Product& p) { return p.offsets.inner && ChunkScales(p).exponents == 0; }
+  // Adds the part of rows from `row` on, which have `scales`, in products with `count` rows of the activation from
+  // `first_of_x` on.
   template <int rows, int count>
   EQQUANT_INLINE void add(int64_t row, const Numbers& scales, int64_t first_of_x, __m512 (&totals)[rows][count]) {
     if (!sums) return;
@@ -168,8 +166,8 @@ class RowOffsets {
       __m512 x[count];
       for (int i = 0; i < count; i++) x[i] = _mm512_loadu_ps(sums + (first_of_x + i) * stride + b);
       for (int r = 0; r < rows; r++) {
-        const int64_t i = r * blocks + b;
-        const __m512 offset = _mm512_fmadd_ps(scales.read(i, some), of_scale, offsets.read(i, some));
+        const int64_t at = r * blocks + b;
+        const __m512 offset = _mm512_fmadd_ps(scales.read(at, some), of_scale, offsets.read(at, some));
         for (int i = 0; i < count; i++) totals[r][i] = _mm512_fmadd_ps(offset, x[i], totals[r][i]);
       }
     }

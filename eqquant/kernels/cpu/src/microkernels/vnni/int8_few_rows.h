@@ -137,7 +137,7 @@ inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end)
   }
 }
 
-// What all rows of the weight share.
+// The operands of all tiles.
 struct Operands {
   const Levels levels;
   const ChunkScales blocks;
