@@ -117,8 +117,10 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     assert launched is not None
     dynamic = int(launched[1])
     assert kernel.shared == table and table + dynamic < gpus[chip].shared - 1024
-    # Below 48 KiB, some versions of JAX do not request more shared memory.
-    assert not table or dynamic > 49152 or table + dynamic <= 49152
+    # Below 48 KiB, JAX 0.10 does not request more shared memory. With JAX 0.11, such
+    # kernels have run on an H200.
+    requests_more = jax.__version_info__ >= (0, 11) or dynamic > 49152
+    assert not table or requests_more or table + dynamic <= 49152
     centred = format.centred[0] if format.has_offsets else format
     matmul = Matmul(centred, contract_rows, compute, q.dtype, dtype)
     product = matmul.of(x, q.codes, jax.eval_shape(float_scales, q.scales))
