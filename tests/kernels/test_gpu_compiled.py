@@ -71,7 +71,8 @@ MORE = [
 ]
 
 
-# `most` bounds the instructions per weight: 10 % above JAX 0.10.2.
+# `most` bounds the instructions per weight: 10 % above JAX 0.10.2. Newer versions may
+# take 21 % more than that version.
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     "format, m, contract_rows, dtype, chip, most",
@@ -138,7 +139,7 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
             "flight",
             end=" ",
         )
-    assert each < most
+    assert each < most * (1 if jax.__version_info__ < (0, 11) else 1.1)
     # The bytes per core that arrive in a microsecond must be in flight. Products of
     # many rows are bound by compute.
     assert m > 128 or in_flight > 1e-6 * gpus[chip].bandwidth / gpus[chip].cores / 2
