@@ -194,6 +194,15 @@ def _level_of_states(format: Format) -> np.ndarray:
     return apart(table)
 
 
+def has_int8_levels(format: Format) -> bool:
+    """Return whether levels are integers of int8 times a number, which the kernels
+    multiply exactly."""
+    if format.float8 or format.codebook is None:
+        return format.integer_levels
+    largest = max(map(abs, map(float, format.codebook)))
+    return largest <= 127 * _level_unit(format)
+
+
 def _level_unit(format: Format) -> float:
     """Return a number whose multiples are close to all levels, or 0 if unknown."""
     if format.integer_levels:
@@ -207,13 +216,17 @@ def _level_unit(format: Format) -> float:
 def _unit_of(levels: tuple[float, ...]) -> float:
     """Return the best number to round all levels to multiples of.
 
-    It is at least a 2**14th of the largest level, and changes the levels and their mean
+    It is a whole fraction of the largest level if int8 holds all levels. Otherwise it
+    is at least a 2**14th of the largest level, and changes the levels and their mean
     least.
     """
     table = np.asarray(levels)
     largest = np.max(np.abs(table))
     if not 0 < largest < np.inf:
         return 0.0
+    for parts in range(1, 128):
+        if np.all(table * (parts / largest) % 1 == 0):
+            return float(largest / parts)
     units = largest / np.arange(2**13, 2**14)[:, None]
     errors = np.round(table / units) * units - table
     worst = np.square(errors).mean(-1) + 2**8 * np.square(errors.mean(-1))

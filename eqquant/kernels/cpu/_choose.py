@@ -7,7 +7,7 @@ from ...formats import Format
 from .._int8 import rounding
 from .._int8_sums import longest_int8_sum
 from .._product import Kernel, Product
-from ._call import call, row_bytes, run_of, unpacked_bits
+from ._call import call, has_int8_levels, row_bytes, run_of, unpacked_bits
 from ._library import INT8_SETS, Library, load, status
 from ._rules import describe_limits, describe_rules, Fact, first_rule, Rule
 
@@ -167,6 +167,7 @@ def facts_of(product: Product, cpu: frozenset[str]) -> dict[str, Fact]:
         "activation": "exact" if product.precision == "highest" else activation,
         "operands": "int8" if product.is_int8 else dtype,
         "weight": _weight(product, is_exact),
+        "levels": "int8" if has_int8_levels(product.format) else "float",
         "sums": "int32" if int32 else "int64",
         "bits": 8 if product.format.history else product.format.bits,
         "run": run_of(product),

@@ -14,6 +14,7 @@ rule that holds serves. `XLA` means that XLA is faster. The facts in conditions 
 - `weight`: `int8` or `integers` (fewer bits) if int8 holds each row with one scale and
   int32 holds the sums. `float8` has one scale per row. `values` and `float8-blocks` are
   8-bit codes in blocks. `table` is any other weight.
+- `levels`: `int8` if levels are integers up to 127 times a number, otherwise `float`.
 - `sums`: the integer type, `int32` or `int64`, that holds `k` products of int8.
 - `bits`: of a code. `run`: the bytes of consecutive codes of one plane.
 - `fits`: whole blocks fill AMX tiles (`tiles`), 64 bytes (`lanes`), registers of
@@ -65,9 +66,10 @@ int8|vnni,i8mm,dotprod|product=x@w.T activation=int8 weight=int8,integers
 int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers rows>256
 int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers bits=1 m<2048 x<16M
 int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers bits>1 x<16M
-# One or two rows: tables are rounded to int8, without scales. For more rows, weights are
+# One or two rows: levels are rounded to int8, without scales. For more rows, weights are
 # rounded, once for all rows of the activation.
-int8|vnni|product=x@w.T activation=int8 weight=table fits=lanes k>64 m<3
+int8|vnni|product=x@w.T activation=int8 weight=table,values fits=lanes k>64 m<3
+int8x2|vnni|product=x@w.T activation=int16 weight=table,values levels=int8 fits=lanes k>64 m<3
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits=lanes m>=16
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits!=lanes m>=8
 int8|i8mm,dotprod|product=x@w.T activation=int8 weight=table,values sums=int32 m>=8

@@ -11,8 +11,15 @@
 
 EQQUANT_BEGIN
 
-// Reads 64 codes as int8 levels. Each 32-bit lane has four consecutive codes of a group. Their low bits are one word of
-// the first part of the group, and their high bits one word of the second part, after a shift.
+// True if 64 codes are whole groups of whole words.
+inline bool are_dense(const Product& p) {
+  if (p.has_history || (p.stored_bits != 5 && p.stored_bits != 6)) return false;
+  return 64 % p.run == 0 && p.run * (p.stored_bits - 4) % 32 == 0;
+}
+
+// Reads 64 codes as int8 levels, or as they are. Each 32-bit lane has four consecutive codes of a group. Their low bits
+// are one word of the first part of the group, and their high bits one word of the second part, after a shift.
+template <bool as_levels>
 class DenseCodes {
   __m512i low_words, low_shifts, high_words, high_rotations, used, half_range;
 
@@ -20,11 +27,6 @@ class DenseCodes {
   // Stored bytes of 64 codes.
   const int64_t bytes;
 
-  // True if 64 codes are whole groups of whole words.
-  static bool fit(const Product& p) {
-    if (p.has_history || (p.stored_bits != 5 && p.stored_bits != 6)) return false;
-    return 64 % p.run == 0 && p.run * (p.stored_bits - 4) % 32 == 0;
-  }
   explicit DenseCodes(const Product& p) : bytes(8 * p.stored_bits) {
     const int high_bits = p.stored_bits - 4, run = static_cast<int>(p.run);
     const int words = run / 4, lows = run / 8, highs = run * high_bits / 32;  // 32-bit words of a group.
@@ -41,7 +43,7 @@ class DenseCodes {
     half_range = _mm512_set1_epi8(static_cast<char>(1 << (p.stored_bits - 1)));
   }
   static int64_t bytes_of_row(const Product& p) { return p.stored_bytes(); }
-  // Codes beyond the first `count` become the lowest level.
+  // Codes beyond the first `count` are zeros.
   EQQUANT_INLINE __m512i read(const uint8_t* stored, int64_t count) const {
     const __m512i from = _mm512_maskz_loadu_epi8(first_bytes(count * bytes / 64), stored);
     return unpack(from);
@@ -56,7 +58,8 @@ class DenseCodes {
     const __m512i high = _mm512_rolv_epi32(_mm512_permutexvar_epi32(high_words, from), high_rotations);
     // The low four bits of `low`, and the other bits of `high`.
     const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low, high, 0xCA);
-    return _mm512_sub_epi8(_mm512_and_si512(code, used), half_range);
+    const __m512i only = _mm512_and_si512(code, used);
+    return as_levels ? _mm512_sub_epi8(only, half_range) : only;
   }
 };
 

@@ -38,7 +38,7 @@ namespace {
 constexpr int64_t most_at_once = 3;
 
 // True if codes are unpacked in registers. For more rows of the activation, that would be repeated.
-bool reads_stored(const Product& p) { return p.is_unpacked() && p.m <= most_at_once && DenseCodes::fit(p); }
+bool reads_stored(const Product& p) { return p.is_unpacked() && p.m <= most_at_once && are_dense(p); }
 
 // True if the offsets are added while rows are multiplied.
 bool adds_offsets(const Product& p) { return p.m <= most_at_once && RowOffsets::serve(p); }
@@ -394,7 +394,7 @@ void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end)
     by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(stored, scales, offsets, row); });
   };
   if constexpr (bits == 8)
-    if (reads_stored(p)) return few(DenseCodes(p));
+    if (reads_stored(p)) return few(DenseCodes<true>(p));
   if (p.m < many(p)) return few(WholeBytes(p));
   const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;

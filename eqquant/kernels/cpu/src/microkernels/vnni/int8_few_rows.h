@@ -1,7 +1,7 @@
-// int8 x @ w.T for one or two rows of the activation and tables with a scale for each block, in AVX-512 VNNI.
+// int8 x @ w.T for one or two rows of the activation and weights with a scale for each block, in AVX-512 VNNI.
 //
-// A lookup in registers decodes codes to int8 levels. The activation is rounded to int8 with a unit for each block of
-// the weight, at most 64 bytes of its codes. Sums of products are multiplied by both units.
+// A lookup in registers decodes codes to int8 levels. The activation is rounded to int8, or to int16 in two parts, with
+// a unit for each block of the weight, at most 64 bytes of its codes. Sums of products are multiplied by both units.
 //
 // Levels have an offset, because the instruction reads them as unsigned. Sums start with the correction. Integer codes
 // are such levels, and need no lookup.
@@ -32,13 +32,25 @@ namespace few_rows {
 // The most rows of the activation: with four rows of the weight, registers hold no more sums.
 constexpr int most_rows = 2;
 
-// True if this is faster than rounding rows of the weight to int8.
+// True if levels are integers of int8 times the common divisor of levels.
+inline bool has_int8_levels(const Product& p) { return p.bits == 8 || largest_level(p) <= 127 * p.level_unit; }
+
+// True if this is faster than rounding rows of the weight to int8. Two parts of the activation need exact levels.
 inline bool serves(const Product& p) {
-  return p.parts == 1 && p.m <= most_rows && p.bits < 8 && !is_exact_int8(p) && p.fits_in_lanes(chunk);
+  if (p.m > most_rows || p.exponent || is_exact_int8(p) || !p.fits_in_lanes(chunk)) return false;
+  return p.parts == 1 || has_int8_levels(p);
 }
 
-// Levels as unsigned bytes: a level is `unit` times the difference of its byte and `zero`. The unit is the largest level
-// over 127, or the common divisor of the levels.
+// True if codes are unpacked in registers.
+inline bool reads_stored(const Product& p) { return serves(p) && are_dense(p); }
+
+// The bytes of a chunk whose values share a unit: 64 values at most.
+inline int64_t bytes_of_unit(const Product& p) {
+  return p.blocks > 1 && p.bits < 8 ? std::min(chunk, p.block_bytes()) : chunk;
+}
+
+// Levels as unsigned bytes: a level is `unit` times the difference of its byte and `zero`. The unit is the common divisor
+// of the levels, or the largest level over 127.
 struct Levels {
   alignas(16) uint8_t values[16] = {};
   float unit;
@@ -46,8 +58,13 @@ struct Levels {
   bool are_codes;  // True if the byte of each code is the code, so that no lookup is needed.
 
   explicit Levels(const Product& p) {
+    if (p.bits == 8) {
+      if (reads_stored(p)) zero = p.largest_integer();
+      unit = 1, are_codes = reads_stored(p);
+      return;
+    }
     const float most = largest_level(p);
-    unit = p.level_unit > 0 && most <= 127 * p.level_unit ? p.level_unit : most / 127;
+    unit = has_int8_levels(p) ? p.level_unit : most / 127;
     const float per_unit = unit > 0 && std::isfinite(1 / unit) ? 1 / unit : 0;
     int whole[16];
     for (int i = 0; i < 16; i++) whole[i] = static_cast<int>(std::lrint(p.levels[i] * per_unit));
@@ -87,61 +104,88 @@ class Planes {
   }
 };
 
-// The activation is (chunk, register, row, 64 bytes): a register of int8 for each plane, then the correction and the
-// unit of each lane.
+// The activation is chunk by chunk. A chunk has registers of 64 bytes: int8 values (plane, row, part), the corrections
+// of these sums (row, part), and the units of lanes (row).
+struct ChunkOfX {
+  int rows, parts, planes;
+
+  constexpr int sums() const { return rows * parts; }
+  constexpr int correction(int sum) const { return planes * sums() + sum; }
+  constexpr int unit(int row) const { return (planes + 1) * sums() + row; }
+  constexpr int64_t bytes() const { return unit(rows) * chunk; }
+};
+inline ChunkOfX chunk_of_x(const Product& p) { return {static_cast<int>(p.m), p.parts, p.planes()}; }
 inline int64_t scratch_size(const Product& p) {
-  return p.m > most_rows ? 0 : p.m * chunks_of(p) * (p.planes() + 2) * chunk;
+  return p.m > most_rows ? 0 : chunks_of(p) * chunk_of_x(p).bytes();
 }
 
-// Rounds the values of a chunk, and writes one register for each plane, `stride` bytes apart. `group` values of each
-// plane share a unit.
-inline void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, const Units* common, int zero,
-                        char* to, int64_t stride) {
+// The largest rounded value. The high part of int16 is the upper byte of the nearest multiple of 256.
+constexpr float most_of[] = {0, 127, 127 * 256};
+EQQUANT_INLINE __m128i high_part(__m512i whole) {
+  return _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8));
+}
+EQQUANT_INLINE __m512i whole_of(__m512i high, __m512i low) {
+  return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+}
+
+// Rounds the values of a chunk of row `i`. `group` values of each plane share a unit.
+template <int parts>
+void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, const Units* common, int zero,
+                 const ChunkOfX& shape, int i, char* to) {
   alignas(64) float units[16];
+  const auto write = [&](int plane, int part, int64_t at, __m128i bytes) {
+    char* const place = to + (plane * shape.sums() + i * parts + part) * chunk + at;
+    // A masked store takes many times as long.
+    step < 16 ? std::memcpy(place, &bytes, step) : std::memcpy(place, &bytes, 16);
+  };
   for (int64_t begin = 0; begin < chunk; begin += group) {
     __m512 most = _mm512_setzero_ps();
     for (int64_t i = begin; !common && i < begin + group; i += step)
       x.read(byte + i, [&](__m512 values, int) { most = larger(most, values); });
-    const auto largest = _mm512_reduce_max_epi32(_mm512_castps_si512(most));  // NaN is the largest.
-    const Units of = common ? *common : Units(_mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(largest))), 127);
-    for (int64_t i = begin; i < begin + group; i += 4) units[i / 4] = of.unit;
+    const auto bits = _mm512_reduce_max_epi32(_mm512_castps_si512(most));  // NaN is the largest.
+    const float largest = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
+    const Units of = common ? *common : Units(largest, most_of[parts]);
+    for (int64_t j = begin; j < begin + group; j += 4) units[j / 4] = of.unit;
     const __m512 factor = _mm512_set1_ps(of.per_unit);
-    for (int64_t i = begin; i < begin + group; i += step)
-      x.read(byte + i, [&](__m512 values, int plane) {
-        const __m128i rounded = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(values, factor)));
-        char* const bytes = to + plane * stride + i;
-        // A masked store takes many times as long.
-        step < 16 ? std::memcpy(bytes, &rounded, step) : std::memcpy(bytes, &rounded, 16);
+    for (int64_t j = begin; j < begin + group; j += step)
+      x.read(byte + j, [&](__m512 values, int plane) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values, factor));
+        if (parts == 2) write(plane, 0, j, high_part(whole));
+        write(plane, parts - 1, j, _mm512_cvtepi32_epi8(whole));  // The lowest byte.
       });
   }
-  __m512i correction = _mm512_setzero_si512();
-  for (int plane = 0; plane < x.planes; plane++)
-    correction = _mm512_dpbusd_epi32(correction, _mm512_set1_epi8(static_cast<char>(zero)),
-                                     _mm512_loadu_si512(to + plane * stride));
-  _mm512_storeu_si512(to + x.planes * stride, _mm512_sub_epi32(_mm512_setzero_si512(), correction));
-  _mm512_storeu_ps(to + (x.planes + 1) * stride, _mm512_load_ps(units));
+  for (int sum = i * parts; sum < (i + 1) * parts; sum++) {
+    __m512i correction = _mm512_setzero_si512();
+    for (int plane = 0; plane < x.planes; plane++)
+      correction = _mm512_dpbusd_epi32(correction, _mm512_set1_epi8(static_cast<char>(zero)),
+                                       _mm512_loadu_si512(to + (plane * shape.sums() + sum) * chunk));
+    _mm512_storeu_si512(to + shape.correction(sum) * chunk, _mm512_sub_epi32(_mm512_setzero_si512(), correction));
+  }
+  _mm512_storeu_ps(to + shape.unit(i) * chunk, _mm512_load_ps(units));
 }
 
 inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  const int64_t group = p.blocks > 1 ? std::min(chunk, p.block_bytes()) : chunk, step = std::min<int64_t>(group, 16);
+  const int64_t group = bytes_of_unit(p), step = std::min<int64_t>(group, 16);
   const int zero = Levels(p).zero;
+  const ChunkOfX shape = chunk_of_x(p);
   Activation activation(p);
   for (int64_t i = begin; i < end; i++) {
     const float* const row = activation.row(i);
-    const Units common(check_row(p, row), 127);
+    const Units common(check_row(p, row), most_of[1]);
     const Planes x(p, row, step);
-    const int64_t stride = p.m * chunk;
-    char* to = scratch + i * chunk;
-    for (int64_t c = 0; c < chunks_of(p); c++, to += (x.planes + 2) * stride)
-      round_chunk(x, c * chunk, group, step, p.rounds_x ? &common : nullptr, zero, to, stride);
+    const auto round = p.parts == 1 ? round_chunk<1> : round_chunk<2>;
+    for (int64_t c = 0; c < chunks_of(p); c++)
+      round(x, c * chunk, group, step, p.rounds_x && p.parts == 1 ? &common : nullptr, zero, shape,
+            static_cast<int>(i), scratch + c * shape.bytes());
   }
 }
 
 // The operands of all tiles.
+template <class Stored>
 struct Operands {
   const Levels levels;
   const ChunkScales blocks;
-  const WholeBytes stored;
+  const Stored stored;
   NumbersInOrder scales;
   RowOffsets offsets;
 
@@ -149,26 +193,28 @@ struct Operands {
       : levels(p), blocks(p), stored(p), scales(p.scales, p.blocks, end), offsets(p, end) {}
 };
 
-template <int bits, int rows, int count, bool looks_up>
+template <int bits, int rows, int count, int parts, class Stored, bool looks_up>
 struct Tile {
   static constexpr int planes = 8 / bits;
+  static constexpr ChunkOfX shape = {count, parts, planes};
+  using Sums = __m512i[rows][shape.sums()];
 
   template <int plane>
-  static EQQUANT_INLINE void multiply(__m512i table, const __m512i* codes, const char* x, __m512i (&sums)[rows][count]) {
+  static EQQUANT_INLINE void multiply(__m512i table, const __m512i* codes, const char* x, Sums& sums) {
     __m512i weight[rows];
     for (int r = 0; r < rows; r++)
       weight[r] = looks_up ? Int8Vector::template decode<bits, plane>(table, codes[r])
                            : Int8Vector::template code<bits, plane>(codes[r]);
-    for (int i = 0; i < count; i++) {
-      const __m512i some = _mm512_loadu_si512(x + (plane * count + i) * chunk);
+    for (int i = 0; i < shape.sums(); i++) {
+      const __m512i some = _mm512_loadu_si512(x + (plane * shape.sums() + i) * chunk);
       for (int r = 0; r < rows; r++) sums[r][i] = Int8Vector::add_in_tile(sums[r][i], weight[r], some);
     }
     if constexpr (plane + 1 < planes) multiply<plane + 1>(table, codes, x, sums);
   }
 
   // Multiplies rows from `row` on by the activation `x`.
-  static void run(const Product& p, Operands& from, int64_t row, const char* x) {
-    BlockedRows<rows, WholeBytes> weights(p, from.levels.unit, from.blocks, from.stored, from.scales, row);
+  static void run(const Product& p, Operands<Stored>& from, int64_t row, const char* x) {
+    BlockedRows<rows, Stored> weights(p, from.levels.unit, from.blocks, from.stored, from.scales, row);
     const __m512i table = Int8Vector::table(from.levels.values);
     int64_t chunks = chunks_of(p);
     __m512 totals[rows][count];
@@ -176,20 +222,21 @@ struct Tile {
       for (auto& total : of_row) total = _mm512_setzero_ps();
     do {  // At least one iteration: a loop that may be empty compiles to slower code.
       weights.read();
-      __m512i sums[rows][count];
-      for (int i = 0; i < count; i++) {
-        const __m512i correction = _mm512_loadu_si512(x + (planes * count + i) * chunk);
+      Sums sums;
+      for (int i = 0; i < shape.sums(); i++) {
+        const __m512i correction = _mm512_loadu_si512(x + shape.correction(i) * chunk);
         for (int r = 0; r < rows; r++) sums[r][i] = correction;
       }
       multiply<0>(table, weights.of, x, sums);
       for (int i = 0; i < count; i++) {
-        const __m512 units = _mm512_loadu_ps(x + ((planes + 1) * count + i) * chunk);
-        for (int r = 0; r < rows; r++)
-          totals[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][i]), _mm512_mul_ps(weights.scale(r), units),
-                                         totals[r][i]);
+        const __m512 units = _mm512_loadu_ps(x + shape.unit(i) * chunk);
+        for (int r = 0; r < rows; r++) {
+          const __m512i sum = parts == 1 ? sums[r][i] : whole_of(sums[r][i * parts], sums[r][i * parts + parts - 1]);
+          totals[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(weights.scale(r), units), totals[r][i]);
+        }
       }
       weights.next();
-      x += (planes + 2) * count * chunk;
+      x += shape.bytes();
     } while (--chunks);
     __m512 all[rows][count];  // Not `totals`, which would not stay in registers.
     for (int r = 0; r < rows; r++)
@@ -207,18 +254,24 @@ struct Tile {
   }
 };
 
-inline void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
-  Operands from(p, end);
-  const auto multiply = [&](auto bits, auto count, auto looks_up) {
-    by_fours(begin, end, [&](auto rows, int64_t row) {
-      Tile<bits, rows, count, looks_up>::run(p, from, row, scratch);
-    });
-  };
-  with_bits(p, [&](auto bits) {
-    if constexpr (bits < 8)
-      with_constant<most_rows>(static_cast<int>(p.m), [&](auto count) {
-        from.levels.are_codes ? multiply(bits, count, std::false_type()) : multiply(bits, count, std::true_type());
+template <int bits, class Stored, bool looks_up>
+void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  Operands<Stored> from(p, end);
+  with_constant<most_rows>(static_cast<int>(p.m), [&](auto count) {
+    with_constant<2>(p.parts, [&](auto parts) {
+      by_fours(begin, end, [&](auto rows, int64_t row) {
+        Tile<bits, rows, count, parts, Stored, looks_up>::run(p, from, row, scratch);
       });
+    });
+  });
+}
+
+inline void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  if (reads_stored(p)) return run_tiles<8, DenseCodes<false>, false>(p, scratch, begin, end);
+  const bool are_codes = Levels(p).are_codes;
+  with_bits(p, [&](auto bits) {
+    are_codes ? run_tiles<bits, WholeBytes, false>(p, scratch, begin, end)
+              : run_tiles<bits, WholeBytes, true>(p, scratch, begin, end);
   });
 }
 
