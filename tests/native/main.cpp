@@ -11,6 +11,7 @@
 #include "decode/unpack.h"
 #include "encode/relayout.h"
 #include "runtime/machine.h"
+#include "runtime/read_ahead.h"
 
 using eqquant::Product;
 using eqquant::Routine;
@@ -349,6 +350,21 @@ bool check_relayout() {
   return fine;
 }
 
+// Checks that an order predicts what followed twice, and nothing else.
+bool check_order() {
+  eqquant::Order order;
+  std::array<uint8_t, 3> codes{};
+  const auto after = [&](int i) { return order.after({&codes[i], 1}).begin; };
+  bool fine = true;
+  for (int time = 0; time < 4; time++)
+    for (int i = 0; i < 3; i++) fine &= after(i) == (time < 2 ? nullptr : &codes[(i + 1) % 3]);
+  fine &= after(0) == &codes[1] && after(2) == &codes[0];
+  // 2 followed 0 only once.
+  fine &= after(0) == nullptr;
+  if (!fine) std::printf("order: wrong\n");
+  return fine;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -381,5 +397,6 @@ int main(int argc, char** argv) {
   for (int i = 0; i < 2 * times; i++) wrong += !check_relayout();
   std::printf("%d layouts, %d wrong\n", 2 * times, wrong);
   failed += wrong;
+  failed += !check_order();
   return failed != 0;
 }

@@ -284,7 +284,9 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
       multiply(0, units);
     } else {
       parallel_for(pool, q.m, 16, prepare);
-      parallel_for(pool, units, grain, multiply);
+      // In x @ w, threads read parts of all rows.
+      const Bytes ahead = contract_rows ? Bytes{} : order().after({q.codes, q.rows * q.stored_bytes()});
+      parallel_for(pool, units, grain, multiply, ahead);
     }
     if (!may_be_out_of_range(q)) return;
     const InRange again(q);

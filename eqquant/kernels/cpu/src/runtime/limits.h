@@ -39,6 +39,7 @@ EQQUANT_LIMIT(work_of_a_thread, 5 << 20, "products with fewer multiplications ru
 EQQUANT_LIMIT(rows_of_decoding, 16, "decoding counts as the multiplications of this number of rows")
 EQQUANT_LIMIT(values_of_a_thread, 1 << 17, "fewer values are encoded, rounded or transposed by one thread")
 EQQUANT_LIMIT(rows_of_long_parts, 16, "x@w with fewer rows gives each thread long parts of rows")
+EQQUANT_LIMIT(read_ahead, 3 << 18, "the bytes of the next weight that a waiting thread reads ahead")
 EQQUANT_LIMIT(long_part, 1 << 10, "the bytes of a long part")
 
 }  // namespace limits

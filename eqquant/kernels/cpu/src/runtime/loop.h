@@ -11,6 +11,8 @@
 #include <mutex>
 #include <vector>
 
+#include "runtime/read_ahead.h"
+
 namespace eqquant {
 
 // A loop over `pieces` pieces of [0, count). Each piece except the last has `piece` elements.
@@ -26,6 +28,8 @@ struct Loop {
   std::atomic<int64_t> threads{0}, done{0};
   std::mutex mutex;
   std::condition_variable all_done;
+  // What the next loop will read, which its lanes share equally. Threads read it while they wait for this loop.
+  Bytes ahead;
 
   Loop(int64_t lanes) : next(lanes) {}
   bool is_done() const { return done.load(std::memory_order_acquire) == pieces; }
@@ -38,7 +42,7 @@ struct Loop {
 
 // Gives a loop to the threads that wait for one, and returns their number.
 int64_t announce(const std::shared_ptr<Loop>& loop);
-// Processes a loop and the loops that are announced soon after. At most `most` threads wait for a loop.
+// Processes a loop and the loops that are announced soon after. At most `most` threads wait for a loop, and read ahead.
 void help(std::shared_ptr<Loop> loop, int64_t most);
 
 }  // namespace eqquant

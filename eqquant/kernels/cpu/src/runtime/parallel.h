@@ -10,12 +10,13 @@
 
 namespace eqquant {
 
-// Calls `use(begin, end)` for pieces of [0, count). Each piece except the last is a multiple of `grain`.
+// Calls `use(begin, end)` for pieces of [0, count). Each piece except the last is a multiple of `grain`. Afterwards,
+// other threads read `ahead` until the next loop.
 //
 // The calling thread also works, and waits only for pieces that a thread has started. So it finishes even if
 // all other threads are busy.
 template <class Use>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, const Use& use) {
+void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, const Use& use, Bytes ahead = {}) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   // Several pieces per thread, because some threads have other work.
   const int64_t wanted = (count + 4 * threads - 1) / (4 * threads);
@@ -27,6 +28,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   loop->call = [](const void* use, int64_t begin, int64_t end) {
     (*static_cast<const Use*>(use))(begin, end);
   };
+  loop->ahead = ahead;
   loop->use = &use, loop->count = count, loop->piece = piece, loop->pieces = pieces;
   // One thread of the pool remains for XLA's own work.
   for (int64_t i = announce(loop); i < std::min(threads, pieces) - 1; i++)
