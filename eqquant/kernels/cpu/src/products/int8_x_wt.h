@@ -156,7 +156,8 @@ struct Tile {
     for (int r = 0; r < rows; r++) {
       const uint8_t* of_row = codes + r * p.packed;
       some_codes[r] = bytes_at(p, of_row, j);
-      rows == 1 ? prefetch_near(of_row + j) : prefetch(of_row + j);
+      if (rows > 1) prefetch(of_row + j);
+      prefetch_near(of_row + j);
     }
     multiply<0>(table, some_codes, x + j, stride, sums);
   }
