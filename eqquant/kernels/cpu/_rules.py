@@ -69,7 +69,7 @@ int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers bit
 # One or two rows: levels are rounded to int8, without scales. For more rows, weights are
 # rounded, once for all rows of the activation.
 int8|vnni|product=x@w.T activation=int8 weight=table,values fits=lanes k>64 m<3
-int8x2|vnni|product=x@w.T activation=int16 weight=table,values levels=int8 fits=lanes k>64 m<3
+int8x2|vnni|product=x@w.T activation=int16 weight=table,values levels=int8 bits>2 fits=lanes k>64 m<3
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits=lanes m>=16
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits!=lanes m>=8
 int8|i8mm,dotprod|product=x@w.T activation=int8 weight=table,values sums=int32 m>=8

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 #include <vector>
 
 #include "decode/scales.h"
@@ -50,67 +49,36 @@ EQQUANT_INLINE __m512 numbers_at(ScaleType type, const void* from, int64_t i, __
   return _mm512_cvtepi32_ps(x);
 }
 
-// Stored numbers that a few instructions convert to floats: float16, float32, or integers of 8 bits with a float16
-// factor for each 8 or 16 of them.
+// Stored numbers that one instruction converts to floats: float16 or float32.
 struct Numbers {
-  enum Kind { floats, halves, signed_integers, unsigned_integers, any };
-  Kind kind;  // Never `any`, which stands for the kind at run time.
-  const char *from, *factors;
-  int shift;  // The logarithm of the number of integers with the same factor.
+  const char* from;
+  bool are_halves;
 
-  static constexpr int64_t size_of(Kind kind) { return kind == floats ? 4 : kind == halves ? 2 : 1; }
-  // Reads sixteen numbers from `i` on, under a mask. Integers with the same factor are read together.
-  template <Kind known>
-  EQQUANT_INLINE __m512 read(int64_t i, __mmask16 some) const {
-    const Kind kind = known == any ? this->kind : known;
-    if (kind == floats) return _mm512_maskz_loadu_ps(some, from + 4 * i);
-    if (kind == halves) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, from + 2 * i));
-    const __m128i bytes = _mm_maskz_loadu_epi8(some, from + i);
-    const __m512i whole = kind == signed_integers ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
-    const __mmask8 used = shift < 4 && some > 255 ? 3 : 1;
-    const __m128i of_groups = _mm_maskz_loadu_epi16(used, factors + (i >> shift) * 2);
-    const __m512 all = _mm512_cvtph_ps(_mm256_castsi128_si256(of_groups));
-    const __m512i second = _mm512_maskz_set1_epi32(shift < 4 ? 0xFF00 : 0, 1);
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_permutexvar_ps(second, all));
+  // Reads sixteen numbers from `i` on, under a mask.
+  EQQUANT_INLINE __m512 read(int64_t i, __mmask16 some) const { return are_halves ? halves(i, some) : floats(i, some); }
+  EQQUANT_INLINE __m512 halves(int64_t i, __mmask16 some) const {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, from + 2 * i));
   }
-  // Prefetches the numbers from `i` on that have a cache line, and their factors.
-  template <Kind kind>
-  EQQUANT_INLINE void prefetch(int64_t i) const {
-    __builtin_prefetch(from + size_of(kind) * i, 0, 2);
-    if (size_of(kind) == 1) __builtin_prefetch(factors + (i >> shift) * 2, 0, 2);
-  }
+  EQQUANT_INLINE __m512 floats(int64_t i, __mmask16 some) const { return _mm512_maskz_loadu_ps(some, from + 4 * i); }
+  EQQUANT_INLINE void prefetch(int64_t i) const { __builtin_prefetch(from + (are_halves ? 2 : 4) * i, 0, 2); }
 };
 
-// The scales, or offsets, of rows that are read in order, up to row `end`. Other types are decoded before.
+// The scales, or offsets, of rows that are read in order, up to row `end`. Other types than float16 are decoded before.
 class NumbersInOrder {
   const Scales& stored;
   const int64_t blocks;
-  Numbers numbers;
+  const bool are_halves;
   ScalesInOrder decoded;
-
-  Numbers::Kind kind() const {
-    const int64_t group = stored.outer_blocks;
-    if (!group) return stored.type == ScaleType::float16 ? Numbers::halves : Numbers::floats;
-    const bool is_group = (group == 8 || group == 16) && blocks % group == 0;
-    if (!is_group || stored.outer_type != ScaleType::float16) return Numbers::floats;
-    return stored.type == ScaleType::int8    ? Numbers::signed_integers
-           : stored.type == ScaleType::uint8 ? Numbers::unsigned_integers
-                                             : Numbers::floats;
-  }
 
  public:
   NumbersInOrder(const Scales& stored, int64_t blocks, int64_t end)
-      : stored(stored), blocks(blocks), decoded(stored, blocks, end) {
-    numbers.kind = kind(), numbers.shift = stored.outer_blocks == 8 ? 3 : 4;
-  }
+      : stored(stored),
+        blocks(blocks),
+        are_halves(stored.type == ScaleType::float16 && !stored.outer_blocks),
+        decoded(stored, blocks, end) {}
   Numbers of(int64_t row, int64_t rows) {
-    if (numbers.kind == Numbers::floats) {
-      numbers.from = reinterpret_cast<const char*>(decoded.of(row, rows));
-    } else {
-      const Scales some = stored.from(row, blocks);
-      numbers.from = static_cast<const char*>(some.inner), numbers.factors = static_cast<const char*>(some.outer);
-    }
-    return numbers;
+    if (are_halves) return {static_cast<const char*>(stored.inner) + 2 * row * blocks, true};
+    return {reinterpret_cast<const char*>(decoded.of(row, rows)), false};
   }
 };
 

@@ -31,6 +31,8 @@ namespace few_rows {
 
 // The most rows of the activation: with four rows of the weight, registers hold no more sums.
 constexpr int most_rows = 2;
+// Narrower codes are not multiplied by two parts of the activation.
+constexpr int least_bits_of_parts = 4;
 
 // True if levels are integers of int8 times the common divisor of levels.
 inline bool has_int8_levels(const Product& p) { return p.bits == 8 || largest_level(p) <= 127 * p.level_unit; }
@@ -38,7 +40,7 @@ inline bool has_int8_levels(const Product& p) { return p.bits == 8 || largest_le
 // True if this is faster than rounding rows of the weight to int8. Two parts of the activation need exact levels.
 inline bool serves(const Product& p) {
   if (p.m > most_rows || p.exponent || is_exact_int8(p) || !p.fits_in_lanes(chunk)) return false;
-  return p.parts == 1 || has_int8_levels(p);
+  return p.parts == 1 || (p.bits >= least_bits_of_parts && has_int8_levels(p));
 }
 
 // True if codes are unpacked in registers.
@@ -258,7 +260,7 @@ template <int bits, class Stored, bool looks_up>
 void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Operands<Stored> from(p, end);
   with_constant<most_rows>(static_cast<int>(p.m), [&](auto count) {
-    with_constant<2>(p.parts, [&](auto parts) {
+    with_constant<bits < least_bits_of_parts ? 1 : 2>(p.parts, [&](auto parts) {
       by_fours(begin, end, [&](auto rows, int64_t row) {
         Tile<bits, rows, count, parts, Stored, looks_up>::run(p, from, row, scratch);
       });
@@ -268,10 +270,12 @@ void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end
 
 inline void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   if (reads_stored(p)) return run_tiles<8, DenseCodes<false>, false>(p, scratch, begin, end);
+  if (p.bits == 8) return run_tiles<8, WholeBytes, true>(p, scratch, begin, end);
   const bool are_codes = Levels(p).are_codes;
   with_bits(p, [&](auto bits) {
-    are_codes ? run_tiles<bits, WholeBytes, false>(p, scratch, begin, end)
-              : run_tiles<bits, WholeBytes, true>(p, scratch, begin, end);
+    if constexpr (bits < 8)
+      are_codes ? run_tiles<bits, WholeBytes, false>(p, scratch, begin, end)
+                : run_tiles<bits, WholeBytes, true>(p, scratch, begin, end);
   });
 }
 
