@@ -46,7 +46,7 @@ inline bool serves(const Product& p) {
 // True if codes are unpacked in registers.
 inline bool reads_stored(const Product& p) { return serves(p) && are_dense(p); }
 
-// The bytes of a chunk whose values share a unit: 64 values at most.
+// The bytes of a chunk whose values share a unit: a block of codes of fewer than 8 bits, or the chunk.
 inline int64_t bytes_of_unit(const Product& p) {
   return p.blocks > 1 && p.bits < 8 ? std::min(chunk, p.block_bytes()) : chunk;
 }
