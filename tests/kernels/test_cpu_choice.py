@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, MXFP4, NF4, NVFP4, Ternary
-from eqquant.formats import Int6
+from eqquant.formats import Int2, Int6
 from eqquant.kernels import choose, cpu, Matmul
 from eqquant.kernels.cpu import _choose
 from eqquant.kernels.cpu._library import Library
@@ -184,7 +184,13 @@ def test_what_every_choice_keeps_to(names, on):
         ("AMX", NF4(), 2, {"precision": "default"}, "int8, VNNI"),
         ("VNNI", NF4(), 1, {"precision": "default"}, "int8, VNNI"),
         ("VNNI", NF4(), 1, {"precision": "default", "size": 64}, "float, AVX-512"),
-        ("VNNI", Int6(), 1, {"precision": "default"}, "int16, VNNI"),
+        ("VNNI", Int6(), 2, {"precision": "default"}, "int8, VNNI"),
+        ("VNNI", Int6(), 3, {"precision": "default"}, "int16, VNNI"),
+        ("VNNI", Int6(), 2, {}, "int8x2, VNNI"),
+        ("VNNI", Int6(), 3, {}, "int16, VNNI"),
+        ("VNNI", MXFP4(), 1, {}, "int8x2, VNNI"),
+        ("VNNI", NF4(), 1, {}, "int16, VNNI"),
+        ("VNNI", Int2(), 1, {}, "int16, VNNI"),
         ("AMX", NF4(), 4096, {}, "int8x2, AMX"),
         ("AMX", NF4(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "bfloat16, AMX"),
         ("AMX", NF4(), 65, {"x_dtype": BF16}, "int8x2, AMX"),

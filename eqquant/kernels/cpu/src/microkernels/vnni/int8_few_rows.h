@@ -51,8 +51,8 @@ inline int64_t bytes_of_unit(const Product& p) {
   return p.blocks > 1 && p.bits < 8 ? std::min(chunk, p.block_bytes()) : chunk;
 }
 
-// Levels as unsigned bytes: a level is `unit` times the difference of its byte and `zero`. The unit is the common divisor
-// of the levels, or the largest level over 127.
+// Levels as unsigned bytes: a level is `unit` times the difference of its byte and `zero`. The unit is the common
+// divisor of the levels, or the largest level over 127.
 struct Levels {
   alignas(16) uint8_t values[16] = {};
   float unit;
