@@ -16,7 +16,7 @@ using Clock = std::chrono::steady_clock;
 // A token of a small language model (SmolLM2, two cores) takes 10% less time than without waiting.
 constexpr auto patience = std::chrono::microseconds(50);
 
-// The begin of a lane.
+// What the thread of a lane reads ahead: the beginning of its part.
 Bytes part(Bytes all, int64_t lane, int64_t lanes) {
   return {all.begin + all.count * lane / lanes, std::min(all.count / lanes, limits::read_ahead)};
 }

@@ -28,7 +28,7 @@ struct Loop {
   std::atomic<int64_t> threads{0}, done{0};
   std::mutex mutex;
   std::condition_variable all_done;
-  // What the next loop will read, which its lanes share equally. Threads read it while they wait for this loop.
+  // What the next loop will read, an equal part in each lane. A thread that waits for the next loop reads its part.
   Bytes ahead;
 
   Loop(int64_t lanes) : next(lanes) {}

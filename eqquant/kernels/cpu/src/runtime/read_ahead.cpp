@@ -9,8 +9,8 @@ Bytes Order::after(Bytes codes) {
     last_->repeats = last_->next.begin == codes.begin;
     last_->next = codes;
   }
-  last_ = &entries_[reinterpret_cast<uintptr_t>(codes.begin) * spread >> 52];
-  if (last_->codes.begin != codes.begin) *last_ = {codes, {}, false};
+  last_ = &entries_[reinterpret_cast<uintptr_t>(codes.begin) * spread >> (64 - hash_bits)];
+  if (last_->codes != codes.begin) *last_ = {codes.begin, {}, false};
   return last_->repeats ? last_->next : Bytes{};
 }
 

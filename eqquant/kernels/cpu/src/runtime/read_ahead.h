@@ -1,7 +1,7 @@
 // What a program will read next, so that waiting threads can read it into their caches.
 //
 // A program multiplies by the same weights in the same order each time. Between two products, XLA computes for some
-// microseconds on one thread. Without this, the memory would be idle then, and large weights are in no cache.
+// microseconds on one thread, and the memory would be idle.
 #pragma once
 
 #include <cstdint>
@@ -23,13 +23,15 @@ class Order {
   Bytes after(Bytes codes);
 
  private:
+  static constexpr int hash_bits = 12;
   struct Entry {
-    Bytes codes, next;
-    bool repeats = false;
+    const uint8_t* codes = nullptr;
+    Bytes next;
+    bool repeats = false;  // True if `next` followed twice.
   };
   std::mutex mutex_;
   // Entries with the same hash replace each other.
-  std::vector<Entry> entries_ = std::vector<Entry>(1 << 12);
+  std::vector<Entry> entries_ = std::vector<Entry>(1 << hash_bits);
   Entry* last_ = nullptr;
 };
 

@@ -43,7 +43,7 @@ class DenseCodes {
     half_range = _mm512_set1_epi8(static_cast<char>(1 << (p.stored_bits - 1)));
   }
   static int64_t bytes_of_row(const Product& p) { return p.stored_bytes(); }
-  // Codes beyond the first `count` are zeros.
+  // Codes beyond the first `count` are read as zeros, the lowest level.
   EQQUANT_INLINE __m512i read(const uint8_t* stored, int64_t count) const {
     const __m512i from = _mm512_maskz_loadu_epi8(first_bytes(count * bytes / 64), stored);
     return unpack(from);

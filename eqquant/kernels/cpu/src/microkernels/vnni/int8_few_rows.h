@@ -31,7 +31,7 @@ namespace few_rows {
 
 // The most rows of the activation: with four rows of the weight, registers hold no more sums.
 constexpr int most_rows = 2;
-// Narrower codes are not multiplied by two parts of the activation.
+// Narrower codes are not multiplied by two parts of the activation: each part adds tiles to the library.
 constexpr int least_bits_of_parts = 4;
 
 // True if levels are integers of int8 times the common divisor of levels.
