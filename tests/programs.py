@@ -79,12 +79,12 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-_LIMIT = 1.2e9
+_LIMIT = 1.6e9
 _limit = _LIMIT
 
 
 def forget_if_many() -> None:
-    """Clear compiled programs if the process takes more than a gigabyte."""
+    """Clear compiled programs if the process takes more than 1.6 GB."""
     global _limit
     if resident() > _limit:
         jax.clear_caches()

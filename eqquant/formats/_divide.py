@@ -16,10 +16,14 @@ def true_divide(x: Float[Array, "*shape"], by) -> Float[Array, "*shape"]:
     wrong by two units in the last place, and is corrected.
     """
     by = jnp.broadcast_to(jnp.asarray(by, x.dtype), x.shape)
-    quotient = x / jnp.where(x == x, by, 1)
+    quotient = _quotient(x, by)
     return lax.platform_dependent(
         quotient, x, by, cuda=correct_quotient, default=lambda quotient, *_: quotient
     )
+
+
+def _quotient(x, by):
+    return x / jnp.where(x == x, by, 1)
 
 
 def correct_quotient(
@@ -52,8 +56,9 @@ def divide_blocks(
 ) -> Float[Array, "*lead size"]:
     """Divide each block by its number, or by 1 if the number is zero."""
     by = jnp.where(by != 0, by, 1).astype(blocks.dtype)[..., None]
+    by = jnp.broadcast_to(by, blocks.shape)
     # CUDA's quotient can be wrong by two units in the last place. This changes the code
     # of a value halfway between two levels only, and `true_divide` would take longer.
     return lax.platform_dependent(
-        blocks, by, cuda=lambda x, by: x / by, default=true_divide
+        blocks, by, cuda=lambda x, by: x / by, default=_quotient
     )

@@ -64,9 +64,10 @@ def test_ragged_products(format, on, normal, monkeypatch):
     assert relative(out, np.asarray(x, np.float64) @ w.T) < bound
 
 
-@pytest.mark.parametrize("stacked_scales", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked_scales", [True, False])
 @pytest.mark.parametrize(
-    "format", [NF4(), *map(slow, [Int8(), Int8(block_size=64), Ternary()])], ids=str
+    "format", [NF4(), Int8(), Int8(block_size=64), Ternary()], ids=str
 )
 def test_layers_of_a_stack_are_read_in_place(
     format, stacked_scales, on, normal, monkeypatch

@@ -67,7 +67,7 @@ def test_tables_fit_in_a_register(bits, entries):
     [5, 40],
     [False, True],
     [("float32", "high"), ("bfloat16", "default"), ("float32", "highest")],
-    [256, 192, slow(64)],
+    [256, slow(192), slow(64)],
 )
 def test_products(
     kind, bits, m, contract_rows, operand, block_size, monkeypatch, normal
@@ -86,7 +86,8 @@ def test_products(
     assert relative(out[:, : expected.shape[1]], expected) < tolerance
 
 
-@pairs("bits, m, contract_rows", [2, slow(3), slow(4)], [8, 40], [False, True])
+@pytest.mark.slow
+@pairs("bits, m, contract_rows", [2, 3, 4], [8, 40], [False, True])
 def test_layers_of_a_stack_are_read_in_place(bits, m, contract_rows, normal):
     q = eqquant.quantize(normal(3, 256, 512), Trellis(bits=bits))
     x = normal(m, 256 if contract_rows else 512)
