@@ -36,7 +36,7 @@ def test_options_have_sentences_and_defaults(path):
         if isinstance(call.get("default"), ast.Constant):
             assert "%(default)s" in text, name
         elif name.startswith("--") and "action" not in call:
-            # Defaults that are paths depend on the machine: the text has their end.
+            # Default paths depend on the machine, so the text contains only their end.
             assert "default" in text and "%(default)s" not in text, name
 
 

@@ -189,8 +189,8 @@ def _even_bits(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 @ft.cache
 def filling(count: int, threads: int) -> str:
-    """Return PTX by which a thread stores `count` words, `threads` words apart, from
-    byte `$1` of the table on."""
+    """Return PTX with which a thread stores `count` words. The first has the offset of
+    `$1` bytes in the table, and the others follow at a distance of `threads` words."""
     lines = ["mov.u32 a, levels;", "add.u32 a, a, $1;"]
     for i in range(count):
         lines.append(f"st.shared.b32 [a+{i * threads * WORD}], ${i + 2};")
