@@ -14,6 +14,7 @@ from eqquant.formats import (
     IntegerScales,
     NF4,
     PowerOfTwoScales,
+    problems_of,
     problems_of_scales,
     QuantizedOffsets,
     QuantizedScales,
@@ -101,6 +102,15 @@ def test_problems_of_a_quantized_array():
     assert "inner must divide" in first(axes=(-2, -1), inner=(0,))
     parts = {"axes": (-2, -1), "inner": (4,)}
     assert not list(_replaced(q, **parts).problems())
+
+
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_codes_and_scales_need_an_axis(part):
+    parts = {"codes": BYTES, "scales": jnp.ones((2, 1))}
+    assert not list(problems_of(Int8(), BYTES.astype("int8"), parts["scales"]))
+    parts[part] = parts[part][0, 0]
+    with pytest.raises(ValueError, match="codes and scales must have at least one"):
+        raise next(problems_of(Int8(), **parts))
 
 
 def test_arguments_of_a_format():

@@ -1,10 +1,10 @@
-"""`observe_rows`: the identity, with statistics of gradients as gradients."""
+"""`observe_rows` and `observe_product`: identities whose gradients are statistics."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.primitives import observe_rows
+from eqquant.primitives import observe_product, observe_rows
 from helpers import assert_identical
 
 
@@ -88,3 +88,38 @@ def test_rows_alone_may_be_differentiated():
     x, ct = jnp.asarray(integers(ROWS, SIZE)), cotangents()
     _, pull = jax.vjp(lambda x: observe_rows(x, *zeros()), x)
     np.testing.assert_array_equal(pull(jnp.asarray(ct))[0], ct)
+
+
+def sums_of_inputs(x, ct, every_row):
+    """Return the sums of `observe_product` in NumPy."""
+    counts = np.ones(ROWS, bool) if every_row else (ct != 0).any(-1)
+    x = x * counts[:, None]
+    return x.T @ x, counts.sum(), (ct**2).sum(), np.abs(x).max(-1).sum()
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+def test_sums_over_the_inputs_of_a_product(every_row):
+    out, ct = jnp.asarray(integers(ROWS, 3)), cotangents()[:, :3]
+    x = jnp.asarray(2 * integers(ROWS, SIZE))
+    fn = lambda out, *seen: observe_product(out, x, *seen, every_row=every_row)
+    value, pull = jax.vjp(jax.jit(fn), out, *zeros(), jnp.zeros(()))
+    assert_identical(value, out)
+    of_out, *of_seen = jax.jit(pull)(jnp.asarray(ct))
+    np.testing.assert_array_equal(of_out, ct)
+    expected = sums_of_inputs(np.asarray(x), ct, every_row)
+    for got, wanted in zip(of_seen, expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+def test_tangents_of_mapped_products_are_unchanged(every_row):
+    out, x = integers(2, ROWS, 3), integers(2, ROWS, SIZE)
+    seen = *zeros(), jnp.zeros(())
+
+    def forward(out, x, tangent):
+        fn = lambda out: observe_product(out, x, *seen, every_row=every_row)
+        return jax.jvp(fn, (out,), (tangent,))
+
+    value, changed = jax.vmap(forward)(out, x, 2 * out)
+    assert_identical(value, out)
+    np.testing.assert_array_equal(changed, 2 * out)
