@@ -1,5 +1,6 @@
 """Quantized scales: decoding, slicing, and rounding to nearest."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,6 +84,7 @@ def test_what_they_stand_for(scales):
     stored, values = scales
     assert (stored.shape, stored.ndim, stored.size) == (values.shape, 2, values.size)
     assert stored.dtype == np.float32
+    assert stored.nbytes == sum(part.nbytes for part in jax.tree.leaves(stored))
     np.testing.assert_array_equal(stored.astype(jnp.float32), np.float32(values))
 
 

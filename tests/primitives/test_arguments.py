@@ -20,6 +20,13 @@ def test_an_operand_of_another_type():
         quantized_dot(X, *parts, format=Q.format)
 
 
+def test_offsets_of_another_shape(untyped):
+    q = eqquant.quantize(jnp.ones((64, 64)), eqquant.Int4(affine=True))
+    for offsets in (q.offsets[:, :1], jnp.tile(q.offsets, 2)):
+        with pytest.raises((TypeError, ValueError), match="offsets must have the shape"):
+            quantized_dot(X, q.codes, q.scales, format=q.format, offsets=offsets)
+
+
 def test_defaults():
     scales = jnp.asarray(Q.scales)
     out = quantized_dot(x=X, codes=Q.codes, scales=scales, format=Q.format)
