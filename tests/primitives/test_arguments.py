@@ -23,7 +23,7 @@ def test_an_operand_of_another_type():
 def test_offsets_of_another_shape(untyped):
     q = eqquant.quantize(jnp.ones((64, 64)), eqquant.Int4(affine=True))
     for offsets in (q.offsets[:, :1], jnp.tile(q.offsets, 2)):
-        with pytest.raises((TypeError, ValueError), match="offsets must have the shape"):
+        with pytest.raises(TypeError, match="offsets must have the shape"):
             quantized_dot(X, q.codes, q.scales, format=q.format, offsets=offsets)
 
 
