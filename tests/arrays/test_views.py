@@ -74,6 +74,18 @@ def weight(normal):
     return normal(LAYERS, SIZE, SIZE) / 8
 
 
+@pytest.mark.parametrize("kind", ["nf4", slow("double"), slow("lora")])
+def test_layers_of_mapped_indices_are_read_in_place(kind, weight, normal):
+    q, x, layers = KINDS[kind](weight), normal(2, 3, SIZE), jnp.array([2, 0])
+    one = lambda q, x, i: x @ q[i].T
+    fn = strict(jax.vmap(one, (None, 0, 0)))
+    assert views_in(fn, q, x, layers) == [True]
+    expected = jnp.stack(
+        [strict(one)(q, *each) for each in zip(x, layers, strict=True)]
+    )
+    assert relative(fn(q, x, layers), expected) < 1e-6
+
+
 @pytest.fixture
 def stack(weight):
     return eqquant.quantize(weight, "nf4")
