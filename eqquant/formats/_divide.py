@@ -23,6 +23,7 @@ def true_divide(x: Float[Array, "*shape"], by) -> Float[Array, "*shape"]:
 
 
 def _quotient(x, by):
+    """Return `x / by`, divided by XLA: see `true_divide`."""
     return x / jnp.where(x == x, by, 1)
 
 
@@ -56,7 +57,6 @@ def divide_blocks(
 ) -> Float[Array, "*lead size"]:
     """Divide each block by its number, or by 1 if the number is zero."""
     by = jnp.where(by != 0, by, 1).astype(blocks.dtype)[..., None]
-    by = jnp.broadcast_to(by, blocks.shape)
     # CUDA's quotient can be wrong by two units in the last place. This changes the code
     # of a value halfway between two levels only, and `true_divide` would take longer.
     return lax.platform_dependent(

@@ -74,6 +74,16 @@ def weight(normal):
     return normal(LAYERS, SIZE, SIZE) / 8
 
 
+@pytest.fixture
+def stack(weight):
+    return eqquant.quantize(weight, "nf4")
+
+
+@pytest.fixture
+def x(normal):
+    return normal(3, SIZE)
+
+
 @pytest.mark.parametrize("kind", ["nf4", slow("double"), slow("lora")])
 def test_layers_of_mapped_indices_are_read_in_place(kind, weight, normal):
     q, x, layers = KINDS[kind](weight), normal(2, 3, SIZE), jnp.array([2, 0])
@@ -84,16 +94,6 @@ def test_layers_of_mapped_indices_are_read_in_place(kind, weight, normal):
         [strict(one)(q, *each) for each in zip(x, layers, strict=True)]
     )
     assert relative(fn(q, x, layers), expected) < 1e-6
-
-
-@pytest.fixture
-def stack(weight):
-    return eqquant.quantize(weight, "nf4")
-
-
-@pytest.fixture
-def x(normal):
-    return normal(3, SIZE)
 
 
 def step(x, w):

@@ -106,8 +106,8 @@ def test_problems_of_a_quantized_array():
 
 @pytest.mark.parametrize("part", ["codes", "scales"])
 def test_codes_and_scales_need_an_axis(part):
-    parts = {"codes": BYTES, "scales": jnp.ones((2, 1))}
-    assert not list(problems_of(Int8(), BYTES.astype("int8"), parts["scales"]))
+    parts = {"codes": BYTES.astype("int8"), "scales": jnp.ones((2, 1))}
+    assert not list(problems_of(Int8(), **parts))
     parts[part] = parts[part][0, 0]
     with pytest.raises(ValueError, match="codes and scales must have at least one"):
         raise next(problems_of(Int8(), **parts))

@@ -92,9 +92,9 @@ def test_rows_alone_may_be_differentiated():
 
 def sums_of_inputs(x, ct, every_row):
     """Return the sums of `observe_product` in NumPy."""
-    counts = np.ones(ROWS, bool) if every_row else (ct != 0).any(-1)
-    x = x * counts[:, None]
-    return x.T @ x, counts.sum(), (ct**2).sum(), np.abs(x).max(-1).sum()
+    is_counted = np.ones(ROWS, bool) if every_row else (ct != 0).any(-1)
+    x = x * is_counted[:, None]
+    return x.T @ x, is_counted.sum(), (ct**2).sum(), np.abs(x).max(-1).sum()
 
 
 @pytest.mark.parametrize("every_row", [False, True])
