@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Int8, NF4
+from eqquant.primitives._scale_gradient import scale_gradient, ScaleGradient
 from helpers import relative
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 
 # One block per row, several blocks, and a stack of matrices.
@@ -101,3 +103,23 @@ def test_batched_products_of_a_stack(normal):
     got = jax.jit(jax.grad(loss))(q.scales)
     dense = np.einsum("bmr,bmk->brk", np.float64(ct), np.float64(x)) * levels_of(q)
     assert relative(got, of_blocks(dense)) < EXACT
+
+
+def test_rows_are_split_by_the_mesh_axes_that_divide_them():
+    """The 8 rows of the weight can be split in 4 parts, and the 6 tokens cannot."""
+    mesh = AbstractMesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+
+    def split(shape, dtype, axes):
+        sharding = NamedSharding(mesh, P(axes, None))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    factors = (split((6, size), jnp.float32, "d") for size in (8, SIZE))
+    codes = split((8, SIZE), jnp.uint8, ("m", "d"))
+    of_rows = ScaleGradient(Int8(), 1, np.dtype(np.float32))
+    with jax.sharding.use_abstract_mesh(mesh):
+        of_scales = jax.eval_shape(
+            lambda *args: scale_gradient(*args, gradient=of_rows, plan=None),
+            *factors,
+            codes,
+        )
+    assert of_scales.sharding.spec == P(("m", "d"), None)
