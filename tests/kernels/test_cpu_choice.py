@@ -110,8 +110,8 @@ def test_what_every_choice_keeps_to(names, on):
             )
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
     basic = {"float", "int8", "int8x2"}
-    expected = {"dotprod": basic, "i8mm": basic, "VNNI": basic | {"int16"}}
-    expected |= {"AMX": basic | {"int16"}}
+    expected = {"AVX2": {"float", "int16"}, "dotprod": basic, "i8mm": basic}
+    expected |= dict.fromkeys(("VNNI", "AMX"), basic | {"int16"})
     assert kinds == expected.get(names[-1], {"float"})
 
 
@@ -121,6 +121,17 @@ def test_what_every_choice_keeps_to(names, on):
         # XLA serves few rows of int8 activations, but not of float activations.
         ("AVX2", Int8(), 33, {"precision": "default"}, None),
         ("AVX2", Int8(), 64, {}, "float, AVX2"),
+        # Few rows pay for rounding the activation, but not for decoding the weight once.
+        ("AVX2", Int8(), 15, {}, "int16, AVX2"),
+        ("AVX2", NF4(), 15, {"precision": "default"}, "int16, AVX2"),
+        ("AVX2", NF4(), 16, {}, "float, AVX2"),
+        ("AVX2", NF4(), 1, EXACT, "float, AVX2"),
+        ("AVX2", NF4(), 1, {"contract_rows": True}, "float, AVX2"),
+        ("AVX-512", NF4(), 1, {}, "float, AVX-512"),
+        # Two and four blocks share a register of codes; blocks of 24 bytes do not.
+        ("AVX2", NF4(block_size=32), 1, {}, "int16, AVX2"),
+        ("AVX2", NVFP4(), 1, {}, "int16, AVX2"),
+        ("AVX2", NF4(block_size=48), 1, {"size": 96}, "float, AVX2"),
         ("AVX-512", Int8(), 64, {"precision": "default"}, None),
         ("AVX-512", Int8(), 512, {}, "float, AVX-512"),
         ("AVX-512", Int8(), 5000, {}, "float, AVX-512"),

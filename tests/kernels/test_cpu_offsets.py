@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = {
     "float, AVX2": 3e-6,
     "float, AVX-512": 3e-6,
+    "int16, AVX2": 2e-4,
     "int16, VNNI": 2e-4,
     "int8, VNNI": 4e-2,
     "float, NEON": 3e-6,
@@ -54,7 +55,7 @@ def test_offsets_of_any_kind(kernel, name, normal):
     format, shift = q.format.centred
     for rows in (1, 2, 4, 21, 70):
         for contract_rows in (False, True):
-            if contract_rows and kernel.startswith("int8"):
+            if contract_rows and kernel.startswith(("int8", "int16, A")):
                 continue
             x = normal(rows, 67 if contract_rows else 512)
             x = x.astype(jnp.bfloat16 if rows == 21 else jnp.float32)

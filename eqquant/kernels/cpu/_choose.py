@@ -61,6 +61,8 @@ class NativeKernel(Kernel):
 
     @property
     def when(self) -> str:
+        if (self.arithmetic, self.instructions) == ("int16", "avx2"):
+            return "fewer than 16 rows of an activation; `x @ w.T`"
         tiles = "; enough rows for tiles" if self.instructions == "amx" else ""
         return _ARITHMETIC[self.arithmetic][2] + tiles
 
@@ -206,6 +208,7 @@ def _fits(product: Product) -> frozenset[str]:
         "sixteen": sixteen,
         "tiles": tiles,
         "lanes": lanes and pairs,
+        "halves": one or block in ((8, 16) if bits == 4 else (16,)) or block % 32 == 0,
         "vectors": vectors and short,
         "panels": vectors and row % 16 == 0,
     }
@@ -227,7 +230,7 @@ _SETS = {
     "bfloat16": {"amx": "3e-3"},
     "int8": {"amx": "1.3e-2"} | dict.fromkeys(INT8_SETS, "1e-2"),
     "int8x2": {"amx": "8e-5"} | dict.fromkeys(INT8_SETS, "4e-5"),
-    "int16": {"vnni": "5e-5"},
+    "int16": dict.fromkeys(("vnni", "avx2"), "5e-5"),
     "float": dict.fromkeys(("avx512", "avx2", "neon"), "1e-6"),
 }
 KERNELS = tuple(

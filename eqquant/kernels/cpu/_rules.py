@@ -17,9 +17,10 @@ rule that holds serves. `XLA` means that XLA is faster. The facts in conditions 
 - `levels`: `int8` if levels are integers up to 127 times a number, otherwise `float`.
 - `sums`: the integer type, `int32` or `int64`, that holds `k` products of int8.
 - `bits`: of a code. `run`: the bytes of consecutive codes of one plane.
-- `fits`: whole blocks fill AMX tiles (`tiles`), 64 bytes (`lanes`), registers of
-  sixteen bytes with short runs (`vectors`), or registers in whole rows (`panels`);
-  `sixteen` if the bytes of a block are a multiple of 16.
+- `fits`: whole blocks fill AMX tiles (`tiles`), 64 bytes (`lanes`), 32 bytes or equal
+  parts of them (`halves`), registers of sixteen bytes with short runs (`vectors`), or
+  registers in whole rows (`panels`); `sixteen` if the bytes of a block are a multiple
+  of 16.
 - `cpu`: the instruction sets, and `bfloat16` if XLA multiplies bfloat16 fast.
 
 A kernel works in several ways, for few and for many rows. `src/runtime/limits.h` is the
@@ -88,6 +89,8 @@ int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=p
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits=3 m>=16
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits>3 bytes<4M m>=8
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits>3 m>=12
+# Each pair of rows decodes the weight, so panels of floats are faster for more rows.
+int16|avx2|product=x@w.T activation=int8,int16 weight!=float8,float8-blocks fits=halves cpu!=avx512 m<16
 # XLA multiplies int8 codes without decoding them.
 XLA||weight=int8 activation=int8 cpu!=vnni,dotprod m>32
 XLA||product=x@w weight=int8,integers activation=int8,int16 cpu=dotprod m>8

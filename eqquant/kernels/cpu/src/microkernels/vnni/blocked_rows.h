@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "decode/scales.h"
 #include "microkernels/avx512/mask.h"
@@ -174,12 +173,5 @@ class RowOffsets {
     }
   }
 };
-
-// Calls `use(rows, row)` for groups of four rows of the weight, and for each remaining row.
-template <class Use>
-void by_fours(int64_t begin, int64_t end, const Use& use) {
-  for (; begin + 4 <= end; begin += 4) use(std::integral_constant<int, 4>(), begin);
-  for (; begin < end; begin++) use(std::integral_constant<int, 1>(), begin);
-}
 
 EQQUANT_END

@@ -22,6 +22,7 @@
 #include "microkernels/avx512/vector.h"
 #include "microkernels/vnni/blocked_rows.h"
 #include "microkernels/vnni/int8_vector.h"
+#include "products/by_fours.h"
 #include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"

@@ -1,7 +1,5 @@
-// Activations and levels as int16, and sums of their products, in AVX-512 VNNI.
+// Activations and levels as int16, whose products are summed in int32.
 #pragma once
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
@@ -61,12 +59,6 @@ inline float* units_in(const Product& p, int64_t size, char* scratch) {
 }
 inline int64_t scratch_of(const Product& p, int64_t size) {
   return p.m * (size * static_cast<int64_t>(sizeof(int16_t)) + sizeof(float));
-}
-
-// `_mm512_dpwssd_epi32` in assembly, because GCC 12 keeps its sums in memory.
-EQQUANT_INLINE __m512i add_products(__m512i sum, __m512i weight, __m512i x) {
-  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(x));
-  return sum;
 }
 
 EQQUANT_END
