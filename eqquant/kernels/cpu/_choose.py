@@ -62,7 +62,7 @@ class NativeKernel(Kernel):
     @property
     def when(self) -> str:
         if (self.arithmetic, self.instructions) == ("int16", "avx2"):
-            return "fewer than 16 rows of an activation; `x @ w.T`"
+            return "up to 10 rows of an activation; `x @ w.T`"
         tiles = "; enough rows for tiles" if self.instructions == "amx" else ""
         return _ARITHMETIC[self.arithmetic][2] + tiles
 

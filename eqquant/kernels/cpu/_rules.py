@@ -89,8 +89,9 @@ int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=p
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits=3 m>=16
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits>3 bytes<4M m>=8
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits>3 m>=12
-# Each pair of rows decodes the weight, so panels of floats are faster for more rows.
-int16|avx2|product=x@w.T activation=int8,int16 weight!=float8,float8-blocks fits=halves cpu!=avx512 m<16
+# Every two rows of the activation decode the weight. For more rows, floats decode it once.
+int16|avx2|product=x@w.T activation=int8,int16 weight!=float8,float8-blocks fits=halves cpu!=avx512 bits>2 m<11
+int16|avx2|product=x@w.T activation=int8,int16 weight!=float8,float8-blocks fits=halves cpu!=avx512 bits<3 m<6
 # XLA multiplies int8 codes without decoding them.
 XLA||weight=int8 activation=int8 cpu!=vnni,dotprod m>32
 XLA||product=x@w weight=int8,integers activation=int8,int16 cpu=dotprod m>8

@@ -87,10 +87,12 @@ struct Operands {
         offsets(p.offsets, p.blocks, end) {}
 };
 
-// `parts` is 2 if both registers of a plane belong to different blocks.
-template <int bits, int rows, int count, int parts>
+// `shared` is the number of blocks in a chunk: 1, or a part of one block; 2; or 4. With 4, the two registers of a plane
+// belong to different blocks.
+template <int bits, int rows, int count, int shared>
 struct Tile {
   using Sums = __m256[rows][count];
+  static constexpr int parts = shared == 4 ? 2 : 1;
 
   template <int plane>
   static EQQUANT_INLINE void multiply(const Tables& tables, __m256i codes, const int16_t* x,
@@ -106,15 +108,33 @@ struct Tile {
     if constexpr ((plane + 1) * bits < 8) multiply<plane + 1>(tables, codes, x, products);
   }
 
-  // Multiplies a chunk of each row. Rows are `stride` bytes apart.
-  static EQQUANT_INLINE void step(const Tables& tables, const uint8_t* codes, int64_t stride,
-                                  const __m256 (&scales)[rows][parts], const int16_t* x, Sums& sums) {
+  // The scales of a chunk of a row.
+  static EQQUANT_INLINE void read_scales(const float* from, __m256 (&scales)[parts]) {
+    __m256 all;
+    if constexpr (shared == 1) {
+      scales[0] = _mm256_broadcast_ss(from);
+      return;
+    }
+    if constexpr (shared == 2) all = _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(from)));
+    if constexpr (shared == 4) all = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from));
+    for (int k = 0; k < parts; k++) {
+      const int of_second = parts + k;
+      scales[k] =
+          _mm256_permutevar_ps(all, _mm256_setr_epi32(k, k, k, k, of_second, of_second, of_second, of_second));
+    }
+  }
+
+  // Multiplies a chunk of each row. Codes of rows are `stride` bytes apart, and scales `stride_of_scales`.
+  static EQQUANT_INLINE void step(const Tables& tables, const uint8_t* codes, int64_t stride, const float* scales,
+                                  int64_t stride_of_scales, const int16_t* x, Sums& sums) {
     for (int r = 0; r < rows; r++) {
       __m256i products[parts][count];
       multiply<0>(tables, load(codes + r * stride), x, products);
+      __m256 of_chunk[parts];
+      read_scales(scales + r * stride_of_scales, of_chunk);
       for (int k = 0; k < parts; k++)
         for (int i = 0; i < count; i++)
-          sums[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[k][i]), scales[r][k], sums[r][i]);
+          sums[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[k][i]), of_chunk[k], sums[r][i]);
     }
   }
 
@@ -146,31 +166,23 @@ struct Tile {
     Sums sums;
     for (auto& of_row : sums)
       for (auto& sum : of_row) sum = _mm256_setzero_ps();
-    // The scales of a chunk, whose first block is `b`. Four or two blocks share it, or it is a part of one.
-    const bool shared = p.blocks > 1 && block <= half;
-    __m256 of_block[rows][parts];
-    const auto read_scales = [&](int64_t b) {
-      for (int r = 0; r < rows; r++) {
-        const float* const from = scales + r * p.blocks;
-        const auto scale = [&](int64_t i) { return b + i < p.blocks ? from[b + i] : 0; };
-        for (int k = 0; k < parts; k++)
-          of_block[r][k] = shared ? Vector::halves(scale(k), scale(parts + k)) : _mm256_set1_ps(from[b]);
-      }
-    };
+    const int64_t chunks_of_block = std::max<int64_t>(1, block / chunk);
+    const float* from = scales;
     int64_t j = 0;
-    while (j < whole) {
-      read_scales(j / block);
-      const int64_t end = std::min(whole, j + std::max(block, chunk));
-      for (; j < end; j += chunk, x += step_of_x) {
-        for (int r = 0; r < rows; r++) prefetch(codes + r * p.packed + j), prefetch_near(codes + r * p.packed + j);
-        step(tables, codes + j, p.packed, of_block, x, sums);
-      }
+    for (int64_t left = chunks_of_block; j < whole; j += chunk, x += step_of_x) {
+      for (int r = 0; r < rows; r++) prefetch(codes + r * p.packed + j), prefetch_near(codes + r * p.packed + j);
+      step(tables, codes + j, p.packed, from, p.blocks, x, sums);
+      if (--left == 0) from += shared, left = chunks_of_block;
     }
-    if (j < p.packed) {  // A copy, because registers must not read beyond the end of the codes.
+    if (j < p.packed) {  // Copies, because registers must not read beyond the end.
+      if (shared == 1) from = scales;  // There is one block.
       uint8_t last[rows][chunk] = {};
-      for (int r = 0; r < rows; r++) std::memcpy(last[r], codes + r * p.packed + j, p.packed - j);
-      read_scales(j / block);
-      step(tables, last[0], chunk, of_block, x, sums);
+      float of_last[rows][shared] = {};
+      for (int r = 0; r < rows; r++) {
+        std::copy(codes + r * p.packed + j, codes + (r + 1) * p.packed, last[r]);
+        std::copy(from + r * p.blocks, scales + (r + 1) * p.blocks, of_last[r]);
+      }
+      step(tables, last[0], chunk, of_last[0], shared, x, sums);
     }
     // Do not multiply the units first, because their product may underflow.
     Sums all;  // Not `sums`, which would not stay in registers.
@@ -189,7 +201,7 @@ struct Tile {
   }
 };
 
-template <int bits, int parts>
+template <int bits, int shared>
 void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Operands of(p, end);
   char* const from = const_cast<char*>(scratch);  // Only read.
@@ -198,16 +210,18 @@ void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end
   by_fours(begin, end, [&](auto rows, int64_t row) {
     for (int64_t i = 0; i < p.m; i += most_at_once)
       with_constant<most_at_once>(static_cast<int>(group_of(p, i)), [&](auto count) {
-        Tile<bits, rows, count, parts>::run(of, row, x + i * row_size(p), units + i, i);
+        Tile<bits, rows, count, shared>::run(of, row, x + i * row_size(p), units + i, i);
       });
   });
 }
 
 template <int bits>
 void run_bits(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  const int64_t block = p.block_bytes();
+  if (p.blocks == 1 || block >= chunk) return run_tiles<bits, 1>(p, scratch, begin, end);
   if constexpr (bits == 4)
-    if (p.blocks > 1 && p.block_bytes() < half) return run_tiles<bits, 2>(p, scratch, begin, end);
-  run_tiles<bits, 1>(p, scratch, begin, end);
+    if (block < half) return run_tiles<bits, 4>(p, scratch, begin, end);
+  run_tiles<bits, 2>(p, scratch, begin, end);
 }
 
 int64_t scratch_size(const Product& p) { return scratch_of(p, row_size(p)); }
