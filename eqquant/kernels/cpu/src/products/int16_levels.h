@@ -11,7 +11,8 @@
 
 EQQUANT_BEGIN
 
-constexpr int largest_int16 = 32767, largest_int15 = 16383;
+// The largest value is a multiple of 127, so that activations that were rounded to int8 stay exact.
+constexpr int largest_int16 = 127 * 258, largest_int15 = 16383;
 
 // Levels as integers with a unit, and the largest magnitude. The table contains the 16 levels
 // twice, because a lookup reads five bits.
