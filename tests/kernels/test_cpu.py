@@ -100,9 +100,7 @@ def serves(kernel, format, blocks, packed, contract_rows):
         return not contract_rows
     if kernel == "int16, AVX2":
         halves = 8 if unpacked_bits(format) == 4 else 16, 16
-        return not contract_rows and (
-            blocks == 1 or block in halves or block % 32 == 0
-        )
+        return not contract_rows and (blocks == 1 or block in halves or block % 32 == 0)
     if "int16" in kernel:
         if contract_rows:
             return packed % 16 == 0 and (blocks == 1 or block == 8 or block % 16 == 0)
@@ -549,6 +547,19 @@ def test_kernels_round_int8_activations(format, m, normal):
         expected = (codes.astype(jnp.float32) @ weight) * unit
         # Tiles round after a multiplication by scales.
         assert relative(fn(x), expected) < (1e-3 if size == 128 else 2e-2)
+
+
+@pytest.mark.parametrize("kernel", [p for p in KERNELS if "int16" in p.values[0]])
+@pytest.mark.parametrize("format", [Int8(), Int4(32)], ids=str)
+def test_activations_in_int8_are_exact_as_int16(kernel, format, normal):
+    q = eqquant.quantize(normal(64, 128), format)
+    x = normal(2, 128)
+    args = x, q.codes, q.scales
+    matmul = Matmul(q.format, False, Compute("high", "int8"))
+    y = jax.jit(lambda *args: call(kernel, matmul.of(*args), *args, rounds=True))(*args)
+    codes, unit = map(np.asarray, round_int8(x))
+    expected = (codes @ np.float64(q.dequantize()).T) * unit
+    assert relative(y, expected) < 1e-6
 
 
 @pytest.mark.parametrize("kernel", [p for p in KERNELS if p.values[0] in IN_TILES])

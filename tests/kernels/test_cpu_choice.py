@@ -121,7 +121,7 @@ def test_what_every_choice_keeps_to(names, on):
         # XLA serves few rows of int8 activations, but not of float activations.
         ("AVX2", Int8(), 33, {"precision": "default"}, None),
         ("AVX2", Int8(), 64, {}, "float, AVX2"),
-        # Few rows pay for rounding the activation, but not for decoding the weight once.
+        # Few rows pay for rounding the activation, but not for decoding weights first.
         ("AVX2", Int8(), 10, {}, "int16, AVX2"),
         ("AVX2", NF4(), 10, ROUNDED, "int16, AVX2"),
         ("AVX2", NF4(), 11, {}, "float, AVX2"),
