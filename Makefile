@@ -104,8 +104,9 @@ examples: $(VENV)/.has-examples $(VENV)/.has-weights
 test: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 
+# `PART=1/3` runs the first third.
 test-slow: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --ignore tests/clients
+	EQQUANT_SLOW_PART=$(PART) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --ignore tests/clients
 
 # Test the code paths of other CPUs on this machine. Formats that repeat the path of another
 # format are left out.

@@ -53,7 +53,7 @@ MANY_CASES = 3
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m 'not slow'` selects.
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     cases = collections.defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
@@ -65,8 +65,19 @@ def pytest_collection_modifyitems(items):
             is_many = len(found) >= MANY_CASES and "EQQUANT_ALL_CASES" not in os.environ
             if is_many and i % 4 != first:
                 item.add_marker("slow")
+    if part := os.environ.get("EQQUANT_SLOW_PART"):
+        left_out = [item for item in items if not is_in_part(item, part)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_in_part(item, part)]
     # These run last, because each switch clears the compiled programs.
     items.sort(key=lambda item: item.path.name in OPTIMISED)
+
+
+def is_in_part(item, part):
+    """Return whether a test is fast, or in a part of the slow tests: "1/3" to "3/3"."""
+    number, count = map(int, part.split("/"))
+    own = zlib.crc32(item.nodeid.encode()) % count
+    return not item.get_closest_marker("slow") or own == number % count
 
 
 @pytest.fixture(scope="module", autouse=True)
