@@ -15,7 +15,7 @@ EQQUANT_BEGIN
 constexpr int largest_int16 = 127 * 258, largest_int15 = 16383;
 
 // Levels as integers with a unit, and the largest magnitude. The table contains the 16 levels
-// twice, because a lookup reads five bits.
+// twice, because a lookup with AVX-512 reads five bits.
 struct Levels {
   alignas(64) int16_t values[32];
   float unit;
