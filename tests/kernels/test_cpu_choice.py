@@ -110,7 +110,7 @@ def test_what_every_choice_keeps_to(names, on):
             )
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
     basic = {"float", "int8", "int8x2"}
-    expected = {"AVX2": {"float", "int16"}, "dotprod": basic, "i8mm": basic}
+    expected = {"AVX2": {"float", "int16", "int8"}, "dotprod": basic, "i8mm": basic}
     expected |= dict.fromkeys(("VNNI", "AMX"), basic | {"int16"})
     assert kinds == expected.get(names[-1], {"float"})
 
@@ -133,6 +133,14 @@ def test_what_every_choice_keeps_to(names, on):
         # Two and four blocks share a register of codes; blocks of 24 bytes do not.
         ("AVX2", NF4(block_size=32), 1, {}, "int16, AVX2"),
         ("AVX2", NVFP4(), 1, {}, "int16, AVX2"),
+        # Small integers are multiplied as bytes if activations may be rounded to them.
+        ("AVX2", NVFP4(), 1, ROUNDED, "int8, AVX2"),
+        ("AVX2", Int4(), 10, ROUNDED, "int8, AVX2"),
+        ("AVX2", Int4(), 11, ROUNDED, "float, AVX2"),
+        ("AVX2", Ternary(), 1, ROUNDED, "int8, AVX2"),
+        ("AVX2", Int6(), 1, ROUNDED, "int16, AVX2"),
+        ("AVX2", Int4(), 1, {}, "int16, AVX2"),
+        ("AVX-512", Int4(), 1, ROUNDED, "float, AVX-512"),
         ("AVX2", NF4(block_size=48), 1, {"size": 96}, "float, AVX2"),
         ("AVX-512", Int8(), 64, {"precision": "default"}, None),
         ("AVX-512", Int8(), 512, {}, "float, AVX-512"),

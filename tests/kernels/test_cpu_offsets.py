@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from eqquant.formats import Int2, Int4, Int5, Int6, Int8
 from eqquant.kernels import Compute, cpu, Matmul
-from eqquant.kernels.cpu._call import call
+from eqquant.kernels.cpu._call import call, has_small_levels
 from helpers import relative
 
 
@@ -20,6 +20,7 @@ TOLERANCE = {
     "float, AVX2": 3e-6,
     "float, AVX-512": 3e-6,
     "int16, AVX2": 2e-4,
+    "int8, AVX2": 4e-2,
     "int16, VNNI": 2e-4,
     "int8, VNNI": 4e-2,
     "float, NEON": 3e-6,
@@ -53,6 +54,8 @@ def test_offsets_of_any_kind(kernel, name, normal):
     q = eqquant.quantize(w, FORMATS[name])
     dense = np.asarray(q.dequantize(), np.float64)
     format, shift = q.format.centred
+    if kernel == "int8, AVX2" and not has_small_levels(format):
+        pytest.skip("the kernel does not serve this format")
     for rows in (1, 2, 4, 21, 70):
         for contract_rows in (False, True):
             if contract_rows and kernel.startswith(("int8", "int16, A")):

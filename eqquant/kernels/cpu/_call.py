@@ -203,6 +203,18 @@ def has_int8_levels(format: Format) -> bool:
     return largest <= 127 * _level_unit(format)
 
 
+@ft.cache
+def has_small_levels(format: Format) -> bool:
+    """Return whether 16 bits hold the sum of the products of two bytes of codes with
+    activations in int8, if the kernels shift the lowest level to zero."""
+    if not has_int8_levels(format) or format.float8 or unpacked_bits(format) == 8:
+        return False
+    levels = apart(lambda: np.asarray(_levels(format)))
+    span = (np.max(levels) - min(np.min(levels), 0)) / _level_unit(format)
+    codes_of_byte = 8 // unpacked_bits(format)
+    return round(span) * 2 * 127 * codes_of_byte < 2**15
+
+
 def _level_unit(format: Format) -> float:
     """Return a number whose multiples are close to all levels, or 0 if unknown."""
     if format.integer_levels:

@@ -7,7 +7,14 @@ from ...formats import Format
 from .._int8 import rounding
 from .._int8_sums import longest_int8_sum
 from .._product import Kernel, Product
-from ._call import call, has_int8_levels, row_bytes, run_of, unpacked_bits
+from ._call import (
+    call,
+    has_int8_levels,
+    has_small_levels,
+    row_bytes,
+    run_of,
+    unpacked_bits,
+)
 from ._library import INT8_SETS, Library, load, status
 from ._rules import describe_limits, describe_rules, Fact, first_rule, Rule
 
@@ -61,8 +68,9 @@ class NativeKernel(Kernel):
 
     @property
     def when(self) -> str:
-        if (self.arithmetic, self.instructions) == ("int16", "avx2"):
-            return "up to 10 rows of an activation; `x @ w.T`"
+        if self.instructions == "avx2" and self.arithmetic != "float":
+            least = _ARITHMETIC["int8"][2] if self.arithmetic == "int8" else "`x @ w.T`"
+            return f"up to 10 rows of an activation; {least}"
         tiles = "; enough rows for tiles" if self.instructions == "amx" else ""
         return _ARITHMETIC[self.arithmetic][2] + tiles
 
@@ -169,7 +177,7 @@ def facts_of(product: Product, cpu: frozenset[str]) -> dict[str, Fact]:
         "activation": "exact" if product.precision == "highest" else activation,
         "operands": "int8" if product.is_int8 else dtype,
         "weight": _weight(product, is_exact),
-        "levels": "int8" if has_int8_levels(product.format) else "float",
+        "levels": _level_type(product.format),
         "sums": "int32" if int32 else "int64",
         "bits": 8 if product.format.history else product.format.bits,
         "run": run_of(product),
@@ -192,6 +200,13 @@ def _weight(product: Product, is_exact: bool) -> str:
     if format.float8:
         return "float8-blocks" if blocked else "float8"
     return "values" if blocked and unpacked_bits(format) == 8 else "table"
+
+
+def _level_type(format: Format) -> str:
+    """Return the type of the levels without their common divisor."""
+    if has_small_levels(format):
+        return "small"
+    return "int8" if has_int8_levels(format) else "float"
 
 
 def _fits(product: Product) -> frozenset[str]:
@@ -228,7 +243,7 @@ def describe(everywhere: bool = False) -> str:
 
 _SETS = {
     "bfloat16": {"amx": "3e-3"},
-    "int8": {"amx": "1.3e-2"} | dict.fromkeys(INT8_SETS, "1e-2"),
+    "int8": {"amx": "1.3e-2"} | dict.fromkeys((*INT8_SETS, "avx2"), "1e-2"),
     "int8x2": {"amx": "8e-5"} | dict.fromkeys(INT8_SETS, "4e-5"),
     "int16": dict.fromkeys(("vnni", "avx2"), "5e-5"),
     "float": dict.fromkeys(("avx512", "avx2", "neon"), "1e-6"),

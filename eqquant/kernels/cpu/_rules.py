@@ -15,6 +15,7 @@ rule that holds serves. `XLA` means that XLA is faster. The facts in conditions 
   int32 holds the sums. `float8` has one scale per row. `values` and `float8-blocks` are
   8-bit codes in blocks. `table` is any other weight.
 - `levels`: `int8` if levels are integers up to 127 times a number, otherwise `float`.
+  `small` if moreover 16 bits hold the sum of the products of two bytes of codes.
 - `sums`: the integer type, `int32` or `int64`, that holds `k` products of int8.
 - `bits`: of a code. `run`: the bytes of consecutive codes of one plane.
 - `fits`: whole blocks fill AMX tiles (`tiles`), 64 bytes (`lanes`), 32 bytes or equal
@@ -70,7 +71,7 @@ int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers bit
 # One or two rows: levels are rounded to int8, without scales. For more rows, weights are
 # rounded, once for all rows of the activation.
 int8|vnni|product=x@w.T activation=int8 weight=table,values fits=lanes k>64 m<3
-int8x2|vnni|product=x@w.T activation=int16 weight=table,values levels=int8 bits>2 fits=lanes k>64 m<3
+int8x2|vnni|product=x@w.T activation=int16 weight=table,values levels=int8,small bits>2 fits=lanes k>64 m<3
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits=lanes m>=16
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits!=lanes m>=8
 int8|i8mm,dotprod|product=x@w.T activation=int8 weight=table,values sums=int32 m>=8
@@ -90,6 +91,7 @@ int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=p
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits>3 bytes<4M m>=8
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits>3 m>=12
 # Every two rows of the activation decode the weight. For more rows, floats decode it once.
+int8|avx2|product=x@w.T activation=int8 levels=small bits<5 fits=halves cpu!=avx512 m<11
 int16|avx2|product=x@w.T activation=int8,int16 weight!=float8,float8-blocks fits=halves cpu!=avx512 bits>2 m<11
 int16|avx2|product=x@w.T activation=int8,int16 weight!=float8,float8-blocks fits=halves cpu!=avx512 bits<3 m<6
 # XLA multiplies int8 codes without decoding them.

@@ -10,9 +10,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "decode/levels.h"
 #include "decode/scales.h"
@@ -23,6 +21,8 @@
 #include "microkernels/vnni/blocked_rows.h"
 #include "microkernels/vnni/int8_vector.h"
 #include "products/by_fours.h"
+#include "products/int8_levels.h"
+#include "products/planes.h"
 #include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
@@ -34,9 +34,6 @@ namespace few_rows {
 constexpr int most_rows = 2;
 // Narrower codes are not multiplied by two parts of the activation: each part adds tiles to the library.
 constexpr int least_bits_of_parts = 4;
-
-// True if levels are integers of int8 times the common divisor of levels.
-inline bool has_int8_levels(const Product& p) { return p.bits == 8 || largest_level(p) <= 127 * p.level_unit; }
 
 // True if this is faster than rounding rows of the weight to int8. Two parts of the activation need exact levels.
 inline bool serves(const Product& p) {
@@ -52,60 +49,19 @@ inline int64_t bytes_of_unit(const Product& p) {
   return p.blocks > 1 && p.bits < 8 ? std::min(chunk, p.block_bytes()) : chunk;
 }
 
-// Levels as unsigned bytes: a level is `unit` times the difference of its byte and `zero`. The unit is the common
-// divisor of the levels, or the largest level over 127.
-struct Levels {
-  alignas(16) uint8_t values[16] = {};
-  float unit;
-  int zero = Int8Vector::middle;
-  bool are_codes;  // True if the byte of each code is the code, so that no lookup is needed.
-
-  explicit Levels(const Product& p) {
-    if (p.bits == 8) {
-      if (reads_stored(p)) zero = p.largest_integer();
-      unit = 1, are_codes = reads_stored(p);
-      return;
-    }
-    const float most = largest_level(p);
-    unit = has_int8_levels(p) ? p.level_unit : most / 127;
-    const float per_unit = unit > 0 && std::isfinite(1 / unit) ? 1 / unit : 0;
-    int whole[16];
-    for (int i = 0; i < 16; i++) whole[i] = static_cast<int>(std::lrint(p.levels[i] * per_unit));
-    are_codes = whole[0] <= 0;
-    for (int i = 1; i < 1 << p.bits; i++) are_codes &= whole[i] == whole[0] + i;
-    if (are_codes) zero = -whole[0];
-    for (int i = 0; i < 16; i++) values[i] = static_cast<uint8_t>(whole[i] + zero);
+// The bytes of 8-bit codes are at least `zero`: unpacked codes are read as they are, and others have the middle added.
+struct Levels : UnsignedLevels {
+  explicit Levels(const Product& p) : UnsignedLevels(p) {
+    if (p.bits == 8 && !reads_stored(p)) zero = Int8Vector::middle;
   }
 };
 
-// A row of the activation, whose values are read in the order of the planes.
-class Planes {
-  const int64_t packed, step;
-  int64_t run;
-  const float* x;
-  std::vector<float> in_order;
-
- public:
-  const int planes;
-
-  // Up to `step` values of a plane are read at once.
-  Planes(const Product& p, const float* row, int64_t step)
-      : packed(p.packed), step(step), run(p.run), x(row), planes(p.planes()) {
-    if (run % step == 0) return;
-    in_order.resize(p.columns());
-    for_each_run(p, 0, packed, [&](int64_t logical, int64_t position, int64_t length) {
-      std::memcpy(&in_order[position], row + logical, length * sizeof(float));
-    });
-    x = in_order.data(), run = packed;
-  }
-  // Calls `use(values, plane)` for the values of each plane from a byte on.
-  template <class Use>
-  EQQUANT_INLINE void read(int64_t byte, const Use& use) const {
-    const __mmask16 some = first(std::clamp<int64_t>(packed - byte, 0, step));
-    const float* const from = x + byte / run * run * planes + byte % run;
-    for (int plane = 0; plane < planes; plane++) use(_mm512_maskz_loadu_ps(some, from + plane * run), plane);
-  }
-};
+// Calls `use(values, plane)` for the values of each plane from a byte on.
+template <class Use>
+EQQUANT_INLINE void read(const Planes& x, int64_t byte, const Use& use) {
+  const __mmask16 some = first(x.count(byte));
+  for (int plane = 0; plane < x.planes; plane++) use(_mm512_maskz_loadu_ps(some, x.at(byte, plane)), plane);
+}
 
 // The activation is chunk by chunk. A chunk has registers of 64 bytes: int8 values (plane, row, part), the corrections
 // of these sums (row, part), and the units of lanes (row).
@@ -144,14 +100,14 @@ void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, con
   for (int64_t begin = 0; begin < chunk; begin += group) {
     __m512 most = _mm512_setzero_ps();
     for (int64_t i = begin; !common && i < begin + group; i += step)
-      x.read(byte + i, [&](__m512 values, int) { most = larger(most, values); });
+      read(x, byte + i, [&](__m512 values, int) { most = larger(most, values); });
     const auto bits = _mm512_reduce_max_epi32(_mm512_castps_si512(most));  // NaN is the largest.
     const float largest = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
     const Units of = common ? *common : Units(largest, most_of[parts]);
     for (int64_t j = begin; j < begin + group; j += 4) units[j / 4] = of.unit;
     const __m512 factor = _mm512_set1_ps(of.per_unit);
     for (int64_t j = begin; j < begin + group; j += step)
-      x.read(byte + j, [&](__m512 values, int plane) {
+      read(x, byte + j, [&](__m512 values, int plane) {
         const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values, factor));
         if (parts == 2) write(plane, 0, j, high_part(whole));
         write(plane, parts - 1, j, _mm512_cvtepi32_epi8(whole));  // The lowest byte.

@@ -60,13 +60,15 @@ int instructions() {
   return found;
 }
 
-extern const Routine float_x_wt_avx2, float_x_w_avx2, int16_x_wt_avx2, float_x_wt_avx512, float_x_w_avx512;
+extern const Routine float_x_wt_avx2, float_x_w_avx2, int16_x_wt_avx2, int8_x_wt_avx2;
+extern const Routine float_x_wt_avx512, float_x_w_avx512;
 extern const Routine int8_x_wt_vnni, int16_x_wt_vnni, int16_x_w_vnni;
 extern const Routine int8_x_wt_amx, int8_x_w_amx, bfloat16_x_wt_amx;
 
 const Kernel kernels[] = {
     {"float, AVX2", &float_x_wt_avx2, &float_x_w_avx2, 0, avx2},
     {"int16, AVX2", &int16_x_wt_avx2, nullptr, 0, avx2},
+    {"int8, AVX2", &int8_x_wt_avx2, nullptr, 1, avx2},
     {"float, AVX-512", &float_x_wt_avx512, &float_x_w_avx512, 0, avx512},
     {"int8x2, VNNI", &int8_x_wt_vnni, nullptr, 2, vnni},
     {"int8, VNNI", &int8_x_wt_vnni, nullptr, 1, vnni},
