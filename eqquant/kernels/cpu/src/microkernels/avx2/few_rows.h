@@ -3,6 +3,7 @@
 // Codes are decoded in registers, for up to two rows of the activation at once. Sums of products are multiplied by the
 // scale of their block. `Codes` multiplies a chunk of codes, as int16 or int8. It provides:
 //
+// - `Stored`: reads a chunk of codes
 // - `shared`: the number of blocks in a chunk: 1, or a part of one block; 2; or 4
 // - `parts`: the number of registers of its products, which differ in their scales
 // - `scale_of(part, lane)`: the block of a lane of such a register
@@ -47,6 +48,46 @@ EQQUANT_INLINE __m256i code(__m256i codes) {
   return _mm256_and_si256(shifted, _mm256_set1_epi8((1 << bits) - 1));
 }
 
+// Tables of bytes of levels. A lookup reads four bits, which contain several short codes. Each of these has its own
+// table, so that codes need fewer shifts.
+template <int bits>
+struct NibbleTables {
+  static constexpr int codes_of_nibble = 4 / bits;
+  __m256i of_place[codes_of_nibble];
+
+  // `byte(code)` is the byte of a code.
+  template <class Byte>
+  explicit NibbleTables(const Byte& byte) {
+    for (int place = 0; place < codes_of_nibble; place++) {
+      uint8_t bytes[of_register];
+      for (int i = 0; i < of_register; i++)
+        bytes[i] = static_cast<uint8_t>(byte(i % 16 >> place * bits & ((1 << bits) - 1)));
+      of_place[place] = load(bytes);
+    }
+  }
+  // The bytes of the codes of a plane.
+  template <int plane>
+  EQQUANT_INLINE __m256i look_up(__m256i codes) const {
+    return _mm256_shuffle_epi8(of_place[plane % codes_of_nibble], code<4, plane / codes_of_nibble>(codes));
+  }
+};
+
+// Calls `use` with the compile-time constants from 0 to `n - 1`. Compilers keep arrays with such indices in registers:
+// with other indices, they also store each change.
+template <int n, class Use>
+EQQUANT_INLINE void unrolled(const Use& use) {
+  if constexpr (n > 1) unrolled<n - 1>(use);
+  use(std::integral_constant<int, n - 1>());
+}
+
+// Reads codes that need no unpacking.
+struct WholeBytes {
+  static constexpr int bytes = chunk;  // The stored bytes of a chunk.
+
+  static int64_t bytes_of_row(const Product& p) { return p.packed; }
+  static EQQUANT_INLINE __m256i read(const uint8_t* stored) { return load(stored); }
+};
+
 // The operands of all tiles. `units` has a unit for each row of the activation, or is null.
 template <class Codes>
 struct Operands {
@@ -65,6 +106,7 @@ struct Operands {
 template <class Codes, int rows, int count>
 struct Tile {
   using Sums = __m256[rows][count];
+  using Stored = typename Codes::Stored;
   static constexpr int parts = Codes::parts, shared = Codes::shared;
 
   // The scales of a chunk of a row.
@@ -85,16 +127,19 @@ struct Tile {
   // Multiplies a chunk of each row. Codes of rows are `stride` bytes apart, and scales `stride_of_scales`.
   static EQQUANT_INLINE void step(const typename Codes::Tables& tables, const uint8_t* codes, int64_t stride,
                                   const float* scales, int64_t stride_of_scales, const char* x, Sums& sums) {
-    for (int r = 0; r < rows; r++) {
+    unrolled<rows>([&](auto r) {
+      prefetch(codes + r * stride), prefetch_near(codes + r * stride);
       __m256i products[parts][count];
-      Codes::multiply(tables, load(codes + r * stride), x, products);
+      Codes::multiply(tables, Stored::read(codes + r * stride), x, products);
       __m256 of_chunk[parts];
       read_scales(scales + r * stride_of_scales, of_chunk);
-      for (int k = 0; k < parts; k++)
-        for (int i = 0; i < count; i++)
+      unrolled<parts>([&](auto k) {
+        unrolled<count>([&](auto i) {
           sums[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[k][i]), Codes::scaled(of_chunk[k], x, count, i),
                                        sums[r][i]);
-    }
+        });
+      });
+    });
   }
 
   // The part of the offsets. All values of a block share one, so it needs only the sums of the activation.
@@ -120,28 +165,29 @@ struct Tile {
     const Product& p = of.p;
     const auto tables = of.tables;  // A local variable, because compilers leave members of arguments in memory.
     const float* const scales = of.scales.of(row, rows);
-    const uint8_t* const codes = p.codes + row * p.packed;
+    const int64_t row_bytes = Stored::bytes_of_row(p);
+    const uint8_t* const codes = p.codes + row * row_bytes;
     const char* x = of.x + first_of_x * chunks_of(p) * step_of_x;
-    const int64_t block = p.block_bytes(), whole = p.packed / chunk * chunk;
+    // Registers must not read beyond the last row.
+    const int64_t readable = row_bytes - (Stored::bytes < chunk && row + rows == p.rows ? 1 : 0);
+    const int64_t block = p.block_bytes(), whole = readable / Stored::bytes * Stored::bytes;
     Sums sums;
-    for (auto& of_row : sums)
-      for (auto& sum : of_row) sum = _mm256_setzero_ps();
+    unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { sums[r][i] = _mm256_setzero_ps(); }); });
     const int64_t chunks_of_block = std::max<int64_t>(1, block / chunk);
     const float* from = scales;
     int64_t j = 0;
-    for (int64_t left = chunks_of_block; j < whole; j += chunk, x += count * step_of_x) {
-      for (int r = 0; r < rows; r++) prefetch(codes + r * p.packed + j), prefetch_near(codes + r * p.packed + j);
-      step(tables, codes + j, p.packed, from, p.blocks, x, sums);
+    for (int64_t left = chunks_of_block; j < whole; j += Stored::bytes, x += count * step_of_x) {
+      step(tables, codes + j, row_bytes, from, p.blocks, x, sums);
       if (--left == 0) from += shared, left = chunks_of_block;
     }
     Sums all;  // Not `sums`, which would not stay in registers.
-    for (int r = 0; r < rows; r++) std::copy(sums[r], sums[r] + count, all[r]);
-    if (j < p.packed) {  // Copies, because registers must not read beyond the end.
-      if (shared == 1) from = scales;  // There is one block.
+    unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { all[r][i] = sums[r][i]; }); });
+    if (j < row_bytes) {  // Copies, because registers must not read beyond the end.
+      if (p.blocks == 1) from = scales;
       uint8_t last[rows][chunk] = {};
       float of_last[rows][shared] = {};
       for (int r = 0; r < rows; r++) {
-        std::copy(codes + r * p.packed + j, codes + (r + 1) * p.packed, last[r]);
+        std::copy(codes + r * row_bytes + j, codes + (r + 1) * row_bytes, last[r]);
         std::copy(from + r * p.blocks, scales + (r + 1) * p.blocks, of_last[r]);
       }
       step(tables, last[0], chunk, of_last[0], shared, x, all);

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "microkernels/avx2/dense_codes.h"
 #include "microkernels/avx2/few_rows.h"
 #include "products/int16_levels.h"
 #include "runtime/product.h"
@@ -26,47 +27,52 @@ constexpr int64_t lanes = 16;  // The int16 values of a register.
 // The registers of the values of a chunk.
 constexpr int registers_of(int bits) { return 16 / bits; }
 
+// True if codes are unpacked in registers. For more rows of the activation, that would be repeated.
+inline bool reads_stored(const Product& p) { return p.is_unpacked() && p.m <= most_at_once && are_dense(p); }
+
+// The level of code 0.
+inline int first_level(const Product& p, const Levels& levels) {
+  return p.bits == 8 ? -p.largest_integer() : levels.values[0];
+}
+
 // True if codes are multiplied instead of their levels.
 inline bool multiplies_codes(const Product& p, const Levels& levels) {
-  if (p.bits != 2 && p.bits != 4) return false;
+  if (p.bits != 2 && p.bits != 4) return reads_stored(p);
   for (int i = 1; i < 1 << p.bits; i++)
     if (levels.values[i] != levels.values[0] + i) return false;
   return true;
 }
 
-template <int bits, int shared_, bool looks_up>
+template <int bits, int shared_, bool looks_up, class Stored_ = WholeBytes>
 struct Int16Codes {
   using Levels = avx2::Levels;
+  using Stored = Stored_;
   static constexpr int shared = shared_, parts = shared == 4 ? 2 : 1, values_of_x = registers_of(bits);
   static constexpr int registers_of_x = values_of_x + (looks_up ? 0 : parts);
   static constexpr int scale_of(int part, int lane) { return lane < 4 ? part : parts + part; }
 
-  // The low and the high bytes of sixteen int16 levels, for each half.
+  // The low and the high bytes of int16 levels. Levels of 8 bits need no tables.
   struct Tables {
-    __m256i low, high;
+    static constexpr int bits_of_code = bits == 8 ? 4 : bits;
+    NibbleTables<bits_of_code> low, high;
 
-    EQQUANT_INLINE explicit Tables(const Levels& levels) {
-      const __m256i values = load(levels.values), bytes = _mm256_set1_epi16(255);
-      low = in_both_halves(_mm256_and_si256(values, bytes));
-      high = in_both_halves(_mm256_srli_epi16(values, 8));
-    }
-    // Narrows sixteen values to bytes.
-    static EQQUANT_INLINE __m256i in_both_halves(__m256i values) {
-      return _mm256_permute4x64_epi64(_mm256_packus_epi16(values, values), 0x88);
-    }
+    explicit Tables(const Levels& levels)
+        : low([&](int code) { return levels.values[code]; }), high([&](int code) { return levels.values[code] >> 8; }) {}
   };
 
   // Decodes the two registers of a plane.
   template <int plane>
   static EQQUANT_INLINE void decode(const Tables& tables, __m256i codes, __m256i (&out)[2]) {
-    if constexpr (bits == 8) {
+    if constexpr (bits == 8 && looks_up) {  // Levels.
       out[0] = _mm256_srai_epi16(_mm256_unpacklo_epi8(codes, codes), 8);
       out[1] = _mm256_srai_epi16(_mm256_unpackhi_epi8(codes, codes), 8);
       return;
     }
-    const __m256i of = code<bits, plane>(codes);
-    const __m256i low = looks_up ? _mm256_shuffle_epi8(tables.low, of) : of;
-    const __m256i high = looks_up ? _mm256_shuffle_epi8(tables.high, of) : _mm256_setzero_si256();
+    __m256i low, high = _mm256_setzero_si256();
+    if constexpr (looks_up)
+      low = tables.low.template look_up<plane>(codes), high = tables.high.template look_up<plane>(codes);
+    else
+      low = bits == 8 ? codes : code<bits, plane>(codes);
     out[0] = _mm256_unpacklo_epi8(low, high);
     out[1] = _mm256_unpackhi_epi8(low, high);
   }

@@ -89,8 +89,8 @@ float norm_of_lanes(const RowOfX& of, const int16_t* row, int64_t stride) {
 }
 
 // Writes the product of the first level, that of code 0, with the values of each lane.
-void correct_row(const RowOfX& of, int16_t first_level, int16_t* row, int64_t stride) {
-  const __m256i level = _mm256_set1_epi16(first_level);
+void correct_row(const RowOfX& of, int first_level, int16_t* row, int64_t stride) {
+  const __m256i level = _mm256_set1_epi16(static_cast<int16_t>(first_level));
   for (int64_t c = 0; c < of.chunks; c++, row += of.registers() * stride)
     for (int part = 0; part < of.corrections; part++) {
       __m256i sum = _mm256_setzero_si256();
@@ -115,7 +115,7 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
     units_in(p, of.size(), scratch)[i] = round_to_int16(
         absmax, most, [&](float per_unit) { round_row(p, of, x, per_unit, row, stride); },
         [&] { return norm_of_lanes(of, row, stride); });
-    correct_row(of, levels.values[0], row, stride);
+    correct_row(of, first_level(p, levels), row, stride);
   }
 }
 
@@ -125,6 +125,14 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   const Levels levels = levels_of(p);
   const bool looks_up = !multiplies_codes(p, levels);
   const float* const units = units_in(p, RowOfX(p, !looks_up).size(), const_cast<char*>(scratch));  // Only read.
+  const auto unpacked = [&](auto stored) {
+    run_tiles<Int16Codes<8, chunk / decltype(stored)::group, false, decltype(stored)>>(p, levels, scratch, units, begin,
+                                                                                       end);
+  };
+  if (reads_stored(p)) {
+    if (p.stored_bits == 5) return unpacked(DenseCodes<5, chunk>());
+    return p.run == half ? unpacked(DenseCodes<6, half>()) : unpacked(DenseCodes<6, chunk>());
+  }
   with_layout(p, [&](auto bits, auto shared) {
     if constexpr (bits == 2 || bits == 4)
       if (!looks_up) return run_tiles<Int16Codes<bits, shared, false>>(p, levels, scratch, units, begin, end);
@@ -137,5 +145,5 @@ EQQUANT_END
 
 namespace eqquant {
 extern const Routine int16_x_wt_avx2 = {avx2::prepare, avx2::run,     avx2::scratch_size, always<8>,
-                                        avx2::why_not_in_chunks, nullptr, avx2::adds_offsets};
+                                        avx2::why_not_in_chunks, avx2::reads_stored, avx2::adds_offsets};
 }  // namespace eqquant

@@ -35,23 +35,19 @@ struct ChunkOfX {
 template <int bits, int shared_, bool looks_up>
 struct Int8Codes {
   using Levels = UnsignedLevels;
+  using Stored = WholeBytes;
   static constexpr int shared = shared_, parts = 1, planes = 8 / bits;
   static constexpr ChunkOfX of_x = {planes};
   static constexpr int registers_of_x = of_x.registers();
   static constexpr int scale_of(int, int lane) { return lane * shared / 8; }
 
-  // The bytes of sixteen levels, for each half.
-  struct Tables {
-    __m256i bytes;
-
-    EQQUANT_INLINE explicit Tables(const Levels& levels)
-        : bytes(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(levels.values)))) {}
+  struct Tables : NibbleTables<bits> {
+    explicit Tables(const Levels& levels) : NibbleTables<bits>([&](int code) { return levels.values[code]; }) {}
   };
 
   template <int plane>
   static EQQUANT_INLINE __m256i decode(const Tables& tables, __m256i codes) {
-    const __m256i of = code<bits, plane>(codes);
-    return looks_up ? _mm256_shuffle_epi8(tables.bytes, of) : of;
+    return looks_up ? tables.template look_up<plane>(codes) : code<bits, plane>(codes);
   }
 
   template <int plane, int count>
