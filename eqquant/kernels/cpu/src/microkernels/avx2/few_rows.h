@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "decode/scales.h"
 #include "microkernels/avx2/vector.h"
@@ -146,17 +147,23 @@ struct Tile {
   static EQQUANT_INLINE void add_offsets(const Product& p, const float* scales, const float* offsets,
                                          int64_t first_of_x, Sums& sums) {
     const int64_t stride = (p.blocks + Vector::size - 1) / Vector::size * Vector::size;
-    for (int64_t b = 0; b < p.blocks; b += Vector::size) {
-      const int some = static_cast<int>(std::min<int64_t>(Vector::size, p.blocks - b));
-      for (int r = 0; r < rows; r++) {
+    const int64_t whole = p.blocks / Vector::size * Vector::size;
+    const auto rest = static_cast<int>(p.blocks - whole);
+    const auto add = [&](int64_t b, auto is_whole) {
+      unrolled<rows>([&](auto r) {
         const int64_t at = r * p.blocks + b;
-        const __m256 offset = _mm256_fmadd_ps(Vector::load(scales + at, some), _mm256_set1_ps(p.shift),
-                                              Vector::load(offsets + at, some));
-        for (int i = 0; i < count; i++)
-          sums[r][i] = _mm256_fmadd_ps(offset, _mm256_loadu_ps(p.block_sums + (first_of_x + i) * stride + b),
-                                       sums[r][i]);
-      }
-    }
+        // A masked load takes many times as long with some CPUs (Zen 1).
+        const __m256 scale = is_whole ? Vector::load(scales + at) : Vector::load(scales + at, rest);
+        const __m256 own = is_whole ? Vector::load(offsets + at) : Vector::load(offsets + at, rest);
+        const __m256 offset = _mm256_fmadd_ps(scale, _mm256_set1_ps(p.shift), own);
+        unrolled<count>([&](auto i) {
+          const __m256 of_x = _mm256_loadu_ps(p.block_sums + (first_of_x + i) * stride + b);
+          sums[r][i] = _mm256_fmadd_ps(offset, of_x, sums[r][i]);
+        });
+      });
+    };
+    for (int64_t b = 0; b < whole; b += Vector::size) add(b, std::true_type());
+    if (rest) add(whole, std::false_type());
   }
 
   // Multiplies rows from `row` on by `count` rows of the activation, from `first_of_x` on.

@@ -26,7 +26,10 @@ int64_t row_size(const Product& p) { return chunks_of(p) * ChunkOfX{p.planes()}.
 template <class Use>
 EQQUANT_INLINE void read(const Planes& x, int64_t byte, const Use& use) {
   const auto count = static_cast<int>(x.count(byte));
-  for (int plane = 0; plane < x.planes; plane++) use(Vector::load(x.at(byte, plane), count), plane);
+  for (int plane = 0; plane < x.planes; plane++) {
+    const float* const from = x.at(byte, plane);
+    use(count == step ? Vector::load(from) : Vector::load(from, count), plane);
+  }
 }
 
 // Returns the largest magnitude. Compares bits: NaN is the largest.
