@@ -23,9 +23,12 @@ def load() -> Products:
     formats = {
         "nf4": ("nf4", "high"),
         "nf4, default precision": ("nf4", "default"),
+        "int4": ("int4", "high"),
+        "int4, default precision": ("int4", "default"),
         "int8": ("int8", "high"),
         "int8, default precision": ("int8", "default"),
         "ternary": ("ternary", "high"),
+        "ternary, default precision": ("ternary", "default"),
         "binary": ("binary", "high"),
     }
     return products("eqquant", {name: make(*f) for name, f in formats.items()})
