@@ -28,6 +28,7 @@ def calibrate(
     every_row: bool = False,
     gradients_every: int | None = 1,
     curvature: bool = False,
+    quantized: Any = None,
     progress: bool | None = None,
 ) -> Statistics:
     """Run a model on data, and collect statistics of the inputs of each weight.
@@ -116,7 +117,7 @@ def calibrate(
         raise ValueError(
             f"{_caller}: no weight is chosen, so there are no inputs to observe. {hint}"
         )
-    how = every_row, gradients_every, progress, curvature
+    how = every_row, gradients_every, progress, curvature, quantized
     observed = collect(fn, model, batches, choices, *how, caller=_caller)
     stats = {one.path: one.statistics() for one in observed}
     _warn_of_data(stats)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._jax import wide_dtype
-from ..arrays import MatrixAxes
+from ..arrays import dequantize, is_quantized, MatrixAxes
 from ..trees import (
     base_of,
     Choice,
@@ -25,7 +25,7 @@ from ..trees import (
 )
 from ._indices import index_check
 from ._statistics import matrix_axes_of, WeightStatistics
-from .observed import Observed, ObservedArray, symmetric, Uses
+from .observed import MODELS, Observed, ObservedArray, symmetric, Uses
 
 
 # Inputs are scaled if the mean of the largest magnitude of each row is outside of these
@@ -63,11 +63,14 @@ class ObservedWeight:
     curvature: bool = False
 
     @classmethod
-    def of(cls, choice: Choice, leaf: Any, curvature: bool) -> "ObservedWeight":
+    def of(
+        cls, choice: Choice, leaf: Any, curvature: bool, paired: bool
+    ) -> "ObservedWeight":
         axes = matrix_axes_of(choice, leaf.ndim)
         stack = [leaf.shape[a] for a in axes.stack]
         size = math.prod(leaf.shape[a] for a in axes.inputs)
-        zeros = lambda: Observed.zeros(stack, size, wide_dtype(leaf.dtype))
+        dtype = wide_dtype(leaf.dtype)
+        zeros = lambda: Observed.zeros(stack, size, dtype, paired)
         return cls(choice, tuple(leaf.shape), axes, zeros, curvature=curvature)
 
     @property
@@ -85,11 +88,15 @@ class ObservedWeight:
 
     def rescale(self, unit: float) -> None:
         """Change the unit of the inputs that were observed."""
-        if self.products is not None:
+        if (seen := self.products) is not None:
             factor = unit / self.unit
-            gram, peak = self.products.gram * factor * factor, self.products.peak
-            products = (gram, self.products.rows, self.products.power, peak * factor)
-            self.products = Observed(*products)
+            squared = lambda sums: jax.tree.map(lambda x: x * factor * factor, sums)
+            self.products = dataclasses.replace(
+                seen,
+                gram=squared(seen.gram),
+                peak=seen.peak * factor,
+                shift=squared(seen.shift),
+            )
         self.unit = unit
 
     def scale_gradients(self, factor: float) -> None:
@@ -97,9 +104,7 @@ class ObservedWeight:
         if factor == 1:
             return
         if (seen := self.products) is not None:
-            self.products = Observed(
-                seen.gram, seen.rows, seen.power * factor, seen.peak
-            )
+            self.products = dataclasses.replace(seen, power=seen.power * factor)
         if math.isfinite(factor):
             self.lookups = jax.tree.map(lambda part: part * factor, self.lookups)
 
@@ -132,7 +137,8 @@ class ObservedWeight:
         if lookups is None:
             assert products is not None
             sums = symmetric(products.gram), products.rows, products.power
-            return WeightStatistics(*sums, *own, self.choice.is_table, self.unit)
+            options = self.choice.is_table, self.unit, products.shift
+            return WeightStatistics(*sums, *own, *options)
         if products is None:
             sums = symmetric(lookups.gram), lookups.rows, lookups.power
             return WeightStatistics(*sums, *own, True)
@@ -158,6 +164,7 @@ def collect(
     gradients_every: int | None,
     progress: bool | None,
     curvature: bool,
+    quantized: Any,
     *,
     caller: str,
 ) -> list[ObservedWeight]:
@@ -167,9 +174,12 @@ def collect(
     scaled to all batches. With None, the power is NaN. With `curvature`, products are
     observed like lookups.
     """
+    models = model, quantized
     leaves = [site.leaf for site in sites(model)]
     weights = {
-        c.path: ObservedWeight.of(c, base_of(leaves[c.index]), curvature)
+        c.path: ObservedWeight.of(
+            c, base_of(leaves[c.index]), curvature, quantized is not None
+        )
         for c in choices
     }
 
@@ -178,7 +188,7 @@ def collect(
             weight = weights[choice.path]
             axes = weight.axes.inputs, weight.axes.stack
             options = {"unit": weight.unit, "uses": uses.get(choice.path)}
-            options["curvature"] = curvature
+            options |= {"curvature": curvature, "paired": quantized is not None}
             args = *sums[choice.path], *axes, every_row
             return replace_base(
                 lambda w: ObservedArray(jnp.asarray(w), *args, **options), leaf
@@ -186,18 +196,26 @@ def collect(
 
         return replace_chosen(observe, model, choices, caller=caller)
 
-    def project(sums: _Sums, model, batch, key, uses):
-        return _project(fn(observed(model, sums, uses), batch), key, caller)
+    def project(sums: _Sums, models, batch, key, uses):
+        def run(model):
+            return _project(fn(observed(model, sums, uses), batch), key, caller)
+
+        model, quantized = models
+        if quantized is None:
+            return run(model)
+        paired, shared = pair(model, quantized)
+        of_pair = lambda own: run(eqx.combine(own, shared))
+        return jnp.sum(jax.vmap(of_pair, axis_name=MODELS)(paired))
 
     def find_uses(batch, key) -> None:
         """Allocate statistics for the uses of each weight, by tracing `fn` once."""
         uses = {path: Uses() for path in weights}
-        dynamic, static = eqx.partition((model, batch), eqx.is_array)
+        dynamic, static = eqx.partition((models, batch), eqx.is_array)
 
         def traced(dynamic):
             sums = {path: (w.zeros(), w.zeros()) for path, w in weights.items()}
-            model, batch = eqx.combine(dynamic, static)
-            return project(sums, model, batch, key, uses)
+            models, batch = eqx.combine(dynamic, static)
+            return project(sums, models, batch, key, uses)
 
         jax.make_jaxpr(traced)(dynamic)
         for path, weight in weights.items():
@@ -205,9 +223,9 @@ def collect(
 
     def new_step():
         @eqx.filter_jit
-        def step(total: _Sums, model, batch, key, with_gradients: bool):
+        def step(total: _Sums, models, batch, key, with_gradients: bool):
             zeros = jax.tree.map(jnp.zeros_like, total)
-            sums = jax.grad(project)(zeros, model, batch, key, {})
+            sums = jax.grad(project)(zeros, models, batch, key, {})
             if not with_gradients:
                 sums = {path: _without_gradients(*x) for path, x in sums.items()}
             checks = {path: _checks(*of_path) for path, of_path in sums.items()}
@@ -228,7 +246,7 @@ def collect(
         total = {path: (w.products, w.lookups) for path, w in weights.items()}
         while True:
             has_gradients = bool(gradients_every) and i % gradients_every == 0
-            sums, checks = step(total, model, batch, key, has_gradients)
+            sums, checks = step(total, models, batch, key, has_gradients)
             checks = jax.device_get(checks)
             if not _rescale(weights, checks):
                 break
@@ -249,13 +267,24 @@ def _add(total: _Sums, sums: _Sums) -> _Sums:
     return jax.tree.map(jnp.add, total, sums)
 
 
+def pair(model: Any, quantized: Any) -> tuple[Any, Any]:
+    """Return the leaves of two models that differ, stacked, and the others."""
+    dense = jax.tree.leaves(quantized, is_leaf=is_quantized)
+    leaves, treedef = jax.tree.flatten(model)
+    pairs = [
+        jnp.stack([leaf, dequantize(other)]) if is_quantized(other) else None
+        for leaf, other in zip(leaves, dense, strict=True)
+    ]
+    others = [leaf if pair is None else None for leaf, pair in zip(leaves, pairs, strict=True)]
+    return jax.tree.unflatten(treedef, pairs), jax.tree.unflatten(treedef, others)
+
+
 def _without_gradients(products: Observed | None, lookups: Observed | None) -> tuple:
     """Leave out the sums that depend on gradients, so that the compiler removes the
     backward pass."""
     zeros = lambda x: jax.tree.map(jnp.zeros_like, x)
     if products is not None:
-        counts = jnp.zeros_like(products.rows)
-        products = Observed(products.gram, products.rows, counts, products.peak)
+        products = dataclasses.replace(products, power=jnp.zeros_like(products.power))
     return products, zeros(lookups)
 
 
@@ -276,7 +305,8 @@ def _rescale(weights: dict[str, ObservedWeight], checks: dict[str, tuple]) -> bo
 def _checks(products: Observed | None, lookups: Observed | None) -> tuple:
     """Return whether all sums are finite, the sum of peaks, and the number of rows."""
     sums = [x for x in (products, lookups) if x is not None]
-    finite = [jnp.all(jnp.isfinite(a)) for x in sums for a in (x.gram, x.power)]
+    parts = [part for x in sums for part in jax.tree.leaves((x.gram, x.power, x.shift))]
+    finite = [jnp.all(jnp.isfinite(part)) for part in parts]
     is_finite = jnp.all(jnp.stack(finite))
     if products is None:
         return is_finite, jnp.zeros(()), jnp.zeros(())

@@ -74,6 +74,7 @@ class WeightStatistics(eqx.Module):
     axes: MatrixAxes = eqx.field(static=True)
     is_table: bool = eqx.field(static=True)
     unit: float = eqx.field(static=True, default=1.0)
+    shift: Float[Array, "*stack size size"] | None = None
 
     @property
     def reached(self) -> Bool[np.ndarray, "*stack"]:

@@ -6,6 +6,7 @@ matrices, and store the rows only once for the backward pass.
 """
 
 import functools as ft
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from ._batching import map_all_first
 observe_rows_p = Primitive("observe_rows")
 observe_product_p = Primitive("observe_product")
 # The tangent of `observe_product` with `every_row`: its arguments after the first are
-# the sums, and the tangents of `gram`, `count`, `power` and `peak`.
+# the sums without `power`, and the tangents of all sums.
 observed_product_p = Primitive("observed_product")
 # The columns per block of a Gram matrix. Blocks below the diagonal are left out.
 _block = 512
@@ -49,6 +50,8 @@ def observe_product(
     count: Float[Array, "*lead"],
     power: Float[Array, "*lead"],
     peak: Float[Array, "*lead"],
+    other: Float[Array, "*lead rows size"] | None = None,
+    cross: Float[Array, "*lead size size"] | None = None,
     *,
     every_row: bool,
 ) -> Float[Array, "*lead rows outputs"]:
@@ -57,10 +60,14 @@ def observe_product(
     If `g` is the cotangent of the result, a row is counted if it is not zero in `g`, or
     always with `every_row`. The cotangents are the upper triangle of `x^T x` of the
     counted rows for `gram`, their number for `count`, the sum of squares of `g` for
-    `power`, and the sum of the largest magnitude of each counted row for `peak`.
+    `power`, and the sum of the largest magnitude of each counted row for `peak`. With
+    `other` rows, the cotangent of `cross` is `other^T x` of the counted rows.
     """
-    args = match_varying(out, x, gram, count, power, peak)
-    return observe_product_p.bind(*args, every_row=every_row)
+    if other is None:
+        args = out, x, gram, count, power, peak
+    else:
+        args = out, x, other, gram, count, power, peak, cross
+    return observe_product_p.bind(*match_varying(*args), every_row=every_row)
 
 
 def _first(x, *_, **__):
@@ -72,15 +79,19 @@ def _summed(ndim: int, lead: int) -> tuple[int, ...]:
     return (*range(ndim - 2 - lead), ndim - 2)
 
 
-def _upper_gram(x: Float[Array, "..."], lead: int) -> Float[Array, "..."]:
-    """Return the upper triangle of `x^T x`, for each index of the `lead` axes."""
+def _cross(
+    x: Float[Array, "..."], y: Float[Array, "..."], lead: int
+) -> Float[Array, "..."]:
+    """Return `x^T y`, for each index of the `lead` axes."""
     summed = _summed(x.ndim, lead)
     stack = tuple(range(x.ndim - 2 - lead, x.ndim - 2))
-    product = ft.partial(
-        lax.dot_general,
-        dimension_numbers=((summed, summed), (stack, stack)),
-        precision="highest",
-    )
+    numbers = (summed, summed), (stack, stack)
+    return lax.dot_general(x, y, numbers, precision="highest")
+
+
+def _upper_gram(x: Float[Array, "..."], lead: int) -> Float[Array, "..."]:
+    """Return the upper triangle of `x^T x`, for each index of the `lead` axes."""
+    product = ft.partial(_cross, lead=lead)
     blocks = jnp.array_split(x, max(1, x.shape[-1] // _block), -1)
     if len(blocks) == 1:
         return product(x, x)
@@ -106,14 +117,16 @@ def _power(ct, lead: int, dtype):
     return jnp.sum(jnp.square(ct.astype(dtype)), (*_summed(ct.ndim, lead), ct.ndim - 1))
 
 
-def _sums_of_inputs(x, live, lead: int, dtype):
-    """Return the upper triangle of `x^T x`, the number of rows, and the sum of their
-    largest magnitudes."""
-    summed = _summed(x.ndim, lead)
-    live = jnp.broadcast_to(live, x.shape[:-1])
-    x = jnp.where(live[..., None], x, 0).astype(dtype)
+def _sums_of_inputs(rows, live, lead: int, dtype):
+    """Return the upper triangle of `x^T x`, the number of rows, the sum of their
+    largest magnitudes, and `other^T x` if there are other rows."""
+    summed = _summed(rows[0].ndim, lead)
+    live = jnp.broadcast_to(live, rows[0].shape[:-1])
+    x, *others = [jnp.where(live[..., None], r, 0).astype(dtype) for r in rows]
     peak = jnp.sum(jnp.max(jnp.abs(x), -1), summed)
-    return _upper_gram(x, lead), jnp.sum(live.astype(dtype), summed), peak
+    crosses = [_cross(other, x, lead) for other in others]
+    count = jnp.sum(live.astype(dtype), summed)
+    return _upper_gram(x, lead), count, peak, *crosses
 
 
 def _transpose_rows(ct, x, gram, *_):
@@ -123,47 +136,66 @@ def _transpose_rows(ct, x, gram, *_):
     return x_ct, *sums_of_rows(ct, gram.aval.ndim - 2, gram.aval.dtype)
 
 
-def _transpose_product(ct, out, x, gram, *_, every_row: bool):
+def _num_rows(args: Sequence[Any]) -> int:
+    """Return the number of the first arguments, which have rows. The number of sums is
+    larger by two."""
+    return len(args) // 2 - 1
+
+
+def _transpose_product(ct, *args, every_row: bool):
+    n = _num_rows(args)
+    (out, *rows), (gram, *_) = args[:n], args[n:]
     if type(ct) is ad.Zero:
-        return [None] * 6
+        return [None] * len(args)
     out_ct = ct if ad.is_undefined_primal(out) else None
     if not ad.is_undefined_primal(gram):
-        return [out_ct, *[None] * 5]
+        return [out_ct, *[None] * (len(args) - 1)]
     lead, dtype = gram.aval.ndim - 2, gram.aval.dtype
     live = True if every_row else jnp.any(ct != 0, -1)
-    total, count, peak = _sums_of_inputs(x, live, lead, dtype)
-    return [out_ct, None, total, count, _power(ct, lead, dtype), peak]
+    total, count, *others = _sums_of_inputs(rows, live, lead, dtype)
+    power = _power(ct, lead, dtype)
+    return [out_ct, *[None] * len(rows), total, count, power, *others]
 
 
 def _product_jvp(primals, tangents, *, every_row: bool):
-    out, x, *sums = primals
-    out_t, *sums_t = map(ad.instantiate_zeros, (tangents[0], *tangents[2:]))
-    value = observe_product_p.bind(out, x, *sums, every_row=every_row)
+    n = _num_rows(primals)
+    (out, *rows), sums = primals[:n], primals[n:]
+    out_t, *sums_t = map(ad.instantiate_zeros, (tangents[0], *tangents[n:]))
+    value = observe_product_p.bind(out, *rows, *sums, every_row=every_row)
     if not every_row:
-        return value, observe_product_p.bind(out_t, x, *sums_t, every_row=False)
+        return value, observe_product_p.bind(out_t, *rows, *sums_t, every_row=False)
     # The sums of all rows are known now, so the backward pass does not store the rows.
-    known = _sums_of_inputs(x, True, sums[0].ndim - 2, sums[0].dtype)
+    known = _sums_of_inputs(rows, True, sums[0].ndim - 2, sums[0].dtype)
     return value, observed_product_p.bind(out_t, *known, *sums_t)
 
 
+def _num_known(args: Sequence[Any]) -> int:
+    """Return the number of sums in the arguments of `observed_product`."""
+    return len(args) // 2 - 1
+
+
 def _observed_jvp(primals, tangents):
-    out_t, *sums_t = map(ad.instantiate_zeros, (tangents[0], *tangents[4:]))
+    end = _num_known(primals) + 1
+    out_t, *sums_t = map(ad.instantiate_zeros, (tangents[0], *tangents[end:]))
     value = observed_product_p.bind(*primals)
-    return value, observed_product_p.bind(out_t, *primals[1:4], *sums_t)
+    return value, observed_product_p.bind(out_t, *primals[1:end], *sums_t)
 
 
-def _transpose_observed(ct, out, gram, count, peak, gram_t, *_):
+def _transpose_observed(ct, out, *args):
+    n = _num_known((out, *args))
+    (gram, count, *others), (gram_t, *_) = args[:n], args[n:]
     if type(ct) is ad.Zero:
-        return [None] * 8
+        return [None] * (len(args) + 1)
     out_ct = ct if ad.is_undefined_primal(out) else None
     if not ad.is_undefined_primal(gram_t):
-        return [out_ct, *[None] * 7]
+        return [out_ct, *[None] * len(args)]
     power = _power(ct, gram.ndim - 2, gram.dtype)
-    return [out_ct, None, None, None, gram, count, power, peak]
+    return [out_ct, *[None] * n, gram, count, power, *others]
 
 
-def _batch(primitive: Primitive, num_rows: int, args, dims, **params) -> Any:
-    """Map the first `num_rows` arguments, which have rows, and sums."""
+def _batch(primitive: Primitive, args, dims, **params) -> Any:
+    """Map rows and sums."""
+    num_rows = _num_rows(args)
     size = next(
         part.shape[dim] for part, dim in zip(args, dims, strict=True) if dim is not None
     )
@@ -185,23 +217,24 @@ def _batch(primitive: Primitive, num_rows: int, args, dims, **params) -> Any:
 
 
 def _batch_observed(args, dims):
-    out, *known = args[:4]
+    end = _num_known(args) + 1
+    out, *known = args[:end]
     moved = map_all_first(args, dims)
-    if any(dim is not None for dim in dims[4:]):
+    if any(dim is not None for dim in dims[end:]):
         at = out.ndim - (dims[0] is not None)
         at -= known[0].ndim - (dims[1] is not None)
         moved[0] = jnp.moveaxis(moved[0], 0, at)
         return observed_product_p.bind(*moved), at
-    sums = [jnp.sum(part, 0) for part in moved[1:4]]
-    return observed_product_p.bind(moved[0], *sums, *args[4:]), 0
+    sums = [jnp.sum(part, 0) for part in moved[1:end]]
+    return observed_product_p.bind(moved[0], *sums, *args[end:]), 0
 
 
 for _primitive in (observe_rows_p, observe_product_p, observed_product_p):
     _primitive.def_impl(_first)
     _primitive.def_abstract_eval(_first)
     mlir.register_lowering(_primitive, mlir.lower_fun(_first, multiple_results=False))
-for _primitive, _num_rows in ((observe_rows_p, 1), (observe_product_p, 2)):
-    batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive, _num_rows)
+for _primitive in (observe_rows_p, observe_product_p):
+    batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
 ad.deflinear2(observe_rows_p, _transpose_rows)
 ad.primitive_jvps[observe_product_p] = _product_jvp
 batching.primitive_batchers[observed_product_p] = _batch_observed

@@ -1,3 +1,3 @@
 """A weight that records statistics of its inputs."""
 
-from ._array import Observed, ObservedArray, symmetric, Uses
+from ._array import MODELS, Observed, ObservedArray, symmetric, Uses

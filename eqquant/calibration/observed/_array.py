@@ -5,6 +5,7 @@ observation is pure, and works for all differentiable code, under `jit`, `vmap`,
 and `checkpoint`.
 """
 
+import functools as ft
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -36,6 +37,10 @@ from ...primitives import observe_product, observe_rows
 from ._ties import tie_lookup, tie_product
 
 
+# The name of the mapped axis of the float model and the quantized model.
+MODELS = "eqquant_models"
+
+
 class Observed(eqx.Module):
     """Statistics of the inputs of a weight: sums over the rows of its activations.
 
@@ -48,17 +53,23 @@ class Observed(eqx.Module):
     - `power`: `(*stack)`: the sum of squared gradients with respect to the outputs.
     - `peak`: `(*stack)`: the sum of the largest magnitude of each row. Zero for
         lookups.
+    - `shift`: `(*stack, size, size)`: the sum of `(F - X)^T X` for the rows `F` of the
+        float model, if `X` contains the rows of the quantized model. Otherwise None.
     """
 
     gram: Float[Array, "*stack size size"]
     rows: Float[Array, "*stack"]
     power: Float[Array, "*stack"]
     peak: Float[Array, "*stack"]
+    shift: Float[Array, "*stack size size"] | None = None
 
     @classmethod
-    def zeros(cls, stack: Sequence[int], size: int, dtype) -> "Observed":
+    def zeros(
+        cls, stack: Sequence[int], size: int, dtype, has_shift: bool = False
+    ) -> "Observed":
         zeros = lambda *shape: jnp.zeros((*stack, *shape), dtype)
-        return cls(zeros(size, size), zeros(), zeros(), zeros())
+        shift = zeros(size, size) if has_shift else None
+        return cls(zeros(size, size), zeros(), zeros(), zeros(), shift)
 
 
 @jax.jit
@@ -94,6 +105,8 @@ class ObservedArray(ArrayOperators):
     - `unit`: a factor of the rows of `products`, a power of two.
     - `uses`: a record of the uses while the function is traced, or None.
     - `curvature`: whether products also observe the gradient of the weight.
+    - `paired`: whether the function is mapped over the float model and the quantized
+        model. Only the quantized model contributes to the statistics.
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"inputs": "whole", "stack": "kept"}
@@ -108,6 +121,7 @@ class ObservedArray(ArrayOperators):
     unit: float = eqx.field(static=True, default=1.0)
     uses: Uses | None = eqx.field(static=True, default=None)
     curvature: bool = eqx.field(static=True, default=False)
+    paired: bool = eqx.field(static=True, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -149,6 +163,7 @@ class ObservedArray(ArrayOperators):
         rows = transposed.reshape(*stack, -1, sums.gram.shape[-1])
         # For sharded arrays, JAX sums over mapped axes.
         tie = tie_lookup if has_explicit_axes() else observe_rows
+        tie = ft.partial(_in_quantized, tie) if self.paired else tie
         rows = tie(rows, sums.gram, sums.rows, sums.power)
         return jnp.transpose(rows.reshape(transposed.shape), inverse_order(order))
 
@@ -205,7 +220,13 @@ class ObservedArray(ArrayOperators):
         x = lax.stop_gradient(x)
         if not has_explicit_axes():
             parts = sums.gram, sums.rows, sums.power, sums.peak
-            return observe_product(products, x, *parts, every_row=self.every_row)
+            tie = ft.partial(observe_product, every_row=self.every_row)
+            if not self.paired:
+                return tie(products, x, *parts)
+            wide = x.astype(sums.gram.dtype)
+            rows_of_float, rows = lax.all_gather(wide, MODELS)
+            parts = rows, *parts, rows_of_float - rows, sums.shift
+            return _in_quantized(tie, products, *parts)
         # For sharded arrays, JAX sums over mapped axes. If the cotangent of `x @ gram`
         # is `x`, the cotangent of `gram` is `x^T x`.
         axes = tuple(range(x.ndim - 2))
@@ -268,6 +289,12 @@ class ObservedArray(ArrayOperators):
         products = self._observe(products, rows, self.products)
         products = jnp.transpose(products, inverse_order(sort)).reshape(shape)
         return jnp.transpose(products, inverse_order(order))
+
+
+def _in_quantized(tie: Callable, out: Shaped[Array, "..."], *args) -> Any:
+    """Apply `tie` to the array of the quantized model only."""
+    tied = tie(lax.all_gather(out, MODELS)[1], *args)
+    return jnp.where(lax.axis_index(MODELS) == 1, tied, out)
 
 
 def _with_whole_rows(x: Shaped[Array, "*stack rows size"]):
