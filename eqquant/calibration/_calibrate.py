@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._jax import counted, typed, warn
+from .._jax import counted, has_explicit_axes, typed, warn
 from ..arrays import is_quantized
 from ..trees import check_forward, choose
 from ._collect import collect
+from ._pairs import changes
 from ._statistics import Statistics, WeightStatistics
 
 
@@ -77,6 +78,12 @@ def calibrate(
         the probabilities `p` of a language model, the sums are the second derivatives
         of the KL divergence for changes of one output: the input side of YAQA's sketch
         B (arXiv 2505.22988). Pass one sequence per batch.
+    - `quantized`: the result of [`eqquant.quantize_tree`][] for this model, for a
+        second pass (GPTAQ, arXiv 2504.02692). Statistics of products then contain the
+        inputs in this model, and the shift from the inputs in the float model.
+        `quantize_tree` of the float model corrects each weight for this shift, and
+        rounds it. Both models run on each batch as one model under `jax.vmap`.
+        Lookups are not corrected.
     - `progress`: show a progress bar, which requires tqdm. The default shows it for
         large models in a terminal.
 
@@ -89,9 +96,10 @@ def calibrate(
     **Raises:**
 
     - `ValueError` if there are no batches, if no weight is chosen, if a result or an
-        input of a weight is not finite, if `fn` returns no floating-point array, or if
+        input of a weight is not finite, if `fn` returns no floating-point array, if
         `gradients_every` is not positive, or not 1 without `every_row`, or None with
-        `curvature`.
+        `curvature`, or if `quantized` has another structure than `model`, or is given
+        with `curvature` or in a mesh with explicit axes.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
     check_forward(fn, model, batches, _caller)
@@ -117,11 +125,29 @@ def calibrate(
         raise ValueError(
             f"{_caller}: no weight is chosen, so there are no inputs to observe. {hint}"
         )
-    how = every_row, gradients_every, progress, curvature, quantized
+    changed = None
+    if quantized is not None:
+        _check_pair(curvature)
+        changed = changes(model, quantized, _caller)
+    how = every_row, gradients_every, progress, curvature, changed
     observed = collect(fn, model, batches, choices, *how, caller=_caller)
     stats = {one.path: one.statistics() for one in observed}
     _warn_of_data(stats)
     return Statistics(stats)
+
+
+def _check_pair(curvature: bool) -> None:
+    if curvature:
+        raise ValueError(
+            f"{_caller}: quantized must be None with curvature=True, which contains no "
+            "inputs to compare, got a model. Leave out one of the two arguments."
+        )
+    if has_explicit_axes():
+        raise ValueError(
+            f"{_caller}: quantized must be None in a mesh with explicit axes, got a "
+            "model. Call calibrate outside of `jax.set_mesh`, or with axes of the type "
+            "`Auto`."
+        )
 
 
 def _warn_of_data(stats: Mapping[str, WeightStatistics]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._jax import wide_dtype
-from ..arrays import dequantize, is_quantized, MatrixAxes
+from ..arrays import MatrixAxes
 from ..trees import (
     base_of,
     Choice,
@@ -24,8 +24,9 @@ from ..trees import (
     sites,
 )
 from ._indices import index_check
+from ._pairs import sum_of_both
 from ._statistics import matrix_axes_of, WeightStatistics
-from .observed import MODELS, Observed, ObservedArray, symmetric, Uses
+from .observed import Observed, ObservedArray, symmetric, Uses
 
 
 # Inputs are scaled if the mean of the largest magnitude of each row is outside of these
@@ -164,7 +165,7 @@ def collect(
     gradients_every: int | None,
     progress: bool | None,
     curvature: bool,
-    quantized: Any,
+    changed: list | None,
     *,
     caller: str,
 ) -> list[ObservedWeight]:
@@ -172,14 +173,13 @@ def collect(
 
     Sums that depend on gradients are measured on every `gradients_every`-th batch, and
     scaled to all batches. With None, the power is NaN. With `curvature`, products are
-    observed like lookups.
+    observed like lookups. `changed` is the result of [`changes`][] for a quantized
+    model, whose inputs are then observed, or None.
     """
-    models = model, quantized
+    models, paired = (model, changed), changed is not None
     leaves = [site.leaf for site in sites(model)]
     weights = {
-        c.path: ObservedWeight.of(
-            c, base_of(leaves[c.index]), curvature, quantized is not None
-        )
+        c.path: ObservedWeight.of(c, base_of(leaves[c.index]), curvature, paired)
         for c in choices
     }
 
@@ -188,7 +188,7 @@ def collect(
             weight = weights[choice.path]
             axes = weight.axes.inputs, weight.axes.stack
             options = {"unit": weight.unit, "uses": uses.get(choice.path)}
-            options |= {"curvature": curvature, "paired": quantized is not None}
+            options |= {"curvature": curvature, "paired": paired}
             args = *sums[choice.path], *axes, every_row
             return replace_base(
                 lambda w: ObservedArray(jnp.asarray(w), *args, **options), leaf
@@ -200,12 +200,7 @@ def collect(
         def run(model):
             return _project(fn(observed(model, sums, uses), batch), key, caller)
 
-        model, quantized = models
-        if quantized is None:
-            return run(model)
-        paired, shared = pair(model, quantized)
-        of_pair = lambda own: run(eqx.combine(own, shared))
-        return jnp.sum(jax.vmap(of_pair, axis_name=MODELS)(paired))
+        return sum_of_both(run, *models)
 
     def find_uses(batch, key) -> None:
         """Allocate statistics for the uses of each weight, by tracing `fn` once."""
@@ -265,18 +260,6 @@ def collect(
 @ft.partial(jax.jit, donate_argnums=0)
 def _add(total: _Sums, sums: _Sums) -> _Sums:
     return jax.tree.map(jnp.add, total, sums)
-
-
-def pair(model: Any, quantized: Any) -> tuple[Any, Any]:
-    """Return the leaves of two models that differ, stacked, and the others."""
-    dense = jax.tree.leaves(quantized, is_leaf=is_quantized)
-    leaves, treedef = jax.tree.flatten(model)
-    pairs = [
-        jnp.stack([leaf, dequantize(other)]) if is_quantized(other) else None
-        for leaf, other in zip(leaves, dense, strict=True)
-    ]
-    others = [leaf if pair is None else None for leaf, pair in zip(leaves, pairs, strict=True)]
-    return jax.tree.unflatten(treedef, pairs), jax.tree.unflatten(treedef, others)
 
 
 def _without_gradients(products: Observed | None, lookups: Observed | None) -> tuple:

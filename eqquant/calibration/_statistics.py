@@ -1,10 +1,12 @@
 """Statistics of the inputs of each weight."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
@@ -20,6 +22,7 @@ from ..arrays import (
 )
 from ..formats import Format
 from ..trees import AbstractCalibration, base_of, Choice, Rounder
+from ._correct import corrected
 from ._gptq import (
     conditional_variances,
     Factors,
@@ -65,6 +68,10 @@ class WeightStatistics(eqx.Module):
     - `axes`: the input axes, output axes and stacked axes of the weight.
     - `is_table`: whether `X` contains gradients.
     - `unit`: a power of two. It is 1 unless inputs are very small or very large.
+    - `shift`: `(*stack, size, size)`, float32: the sum of `(F - X)^T X`, times
+        `unit**2`, if [`eqquant.calibrate`][] had `quantized`. `X` contains the inputs
+        in the quantized model, and `F` the inputs in the float model. Otherwise None,
+        also for an array with lookups.
     """
 
     gram: Float[Array, "*stack size size"]
@@ -87,9 +94,22 @@ class WeightStatistics(eqx.Module):
         return bool(np.any(self.reached))
 
     def gram_rotated(self, block: int) -> Float[Array, "*stack size size"]:
-        if block == 1:
-            return self.gram
-        return hadamard(hadamard(self.gram, -1, block), -2, block)
+        return _rotated(self.gram, block)
+
+    def corrected(
+        self,
+        array: Float[Array, "..."],
+        factors: Callable[[], Sequence[Float[Array, "size size"]]],
+        block: int,
+    ) -> Float[Array, "..."]:
+        """Return a rotated weight, corrected for the inputs in a quantized model.
+
+        Without `shift`, return the weight. `factors` returns the results of
+        [`inverse_factor`][] for `gram_rotated(block)`.
+        """
+        if self.shift is None:
+            return array
+        return corrected(array, _rotated(self.shift, block), factors(), self.axes)
 
     def output_errors(self, error: Float[Array, "..."]) -> Float[Array, " stack"]:
         """Return the sum of squared products of an array with the rows, per matrix."""
@@ -188,10 +208,11 @@ class Statistics(AbstractCalibration):
                     f"{argument} must be statistics of this model, but for "
                     f"{path!r} it has the shape {known.shape}, and the model {shape}."
                 )
-            if not bool(jnp.all(jnp.isfinite(known.gram))):
+            sums = jax.tree.leaves((known.gram, known.shift))
+            if not all(bool(jnp.all(jnp.isfinite(part))) for part in sums):
                 raise ValueError(
-                    f"{argument} must be finite, but the Gram matrix of "
-                    f"{path!r} is not. Calibrate again."
+                    f"{argument} must be finite, but the sums of {path!r} are not. "
+                    "Calibrate again."
                 )
             asymmetry = jnp.max(jnp.abs(known.gram - jnp.swapaxes(known.gram, -2, -1)))
             if asymmetry > 1e-3 * jnp.max(jnp.abs(known.gram)):
@@ -233,14 +254,15 @@ class Statistics(AbstractCalibration):
             if not self._serves(choice, array.ndim) or not _uses_data(choice.format):
                 return None
             known = self.weights[choice.path]
+            gram = known.gram_rotated(rotation)
+            own = ft.partial(factors, known.gram, rotation, gram)
+            array = known.corrected(array, own, rotation)
             plain = quantize(
                 array, choice.format, axis=choice.axis, check_finite=check_finite
             )
-            gram = known.gram_rotated(rotation)
             if not has_nearest(choice.format):
                 return weighted(array, plain, gram, known.axes)
-            own = factors(known.gram, rotation, gram)
-            return gptq(array, plain, gram, own, known.axes, search)
+            return gptq(array, plain, gram, own(), known.axes, search)
 
         return rounded
 
@@ -264,6 +286,15 @@ class Statistics(AbstractCalibration):
         errors = np.asarray(known.output_errors(error / largest), np.float64)
         loss = known.loss(errors * float(largest) ** 2, error)
         return relative(error), relative(plain.dequantize() - source), loss
+
+
+def _rotated(
+    matrices: Float[Array, "*stack size size"], block: int
+) -> Float[Array, "*stack size size"]:
+    """Rotate both axes of matrices by blocks of `block` values."""
+    if block == 1:
+        return matrices
+    return hadamard(hadamard(matrices, -1, block), -2, block)
 
 
 def _uses_data(format: Format) -> bool:
