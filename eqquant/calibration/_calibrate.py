@@ -78,12 +78,13 @@ def calibrate(
         the probabilities `p` of a language model, the sums are the second derivatives
         of the KL divergence for changes of one output: the input side of YAQA's sketch
         B (arXiv 2505.22988). Pass one sequence per batch.
-    - `quantized`: the result of [`eqquant.quantize_tree`][] for this model, for a
-        second pass (GPTAQ, arXiv 2504.02692). Statistics of products then contain the
-        inputs in this model, and the shift from the inputs in the float model.
-        `quantize_tree` of the float model corrects each weight for this shift, and
-        rounds it. Both models run on each batch as one model under `jax.vmap`.
-        Lookups are not corrected.
+    - `quantized`: this model with some weights quantized (GPTAQ, arXiv 2504.02692).
+        Statistics of products then contain the inputs in `quantized`, and their shift
+        from the inputs in `model`. With these statistics, `quantize_tree` corrects each
+        weight for the shift before it rounds. Quantize weights in the order in which
+        `fn` uses them, and calibrate again after each step: corrections of all weights
+        from one pass add up, and the model gets worse. Both models run on each batch as
+        one model under `jax.vmap`. Lookups are not corrected.
     - `progress`: show a progress bar, which requires tqdm. The default shows it for
         large models in a terminal.
 
@@ -98,8 +99,8 @@ def calibrate(
     - `ValueError` if there are no batches, if no weight is chosen, if a result or an
         input of a weight is not finite, if `fn` returns no floating-point array, if
         `gradients_every` is not positive, or not 1 without `every_row`, or None with
-        `curvature`, or if `quantized` has another structure than `model`, or is given
-        with `curvature` or in a mesh with explicit axes.
+        `curvature`, or if `quantized` has another structure than `model`, or if it is
+        passed with `curvature` or in a mesh with explicit axes.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
     check_forward(fn, model, batches, _caller)

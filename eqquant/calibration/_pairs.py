@@ -25,20 +25,19 @@ def changes(model: Any, quantized: Any, caller: str) -> list:
     if jax.tree.structure(dense) != treedef or shapes(dense) != shapes(leaves):
         raise ValueError(
             f"{caller}: quantized must be the model after `quantize_tree`, with the "
-            "same layers and shapes, but its structure differs from that of model. "
-            "Quantize this model."
+            "same layers and shapes, got another structure. Quantize this model, or "
+            "pass None."
         )
     others = jax.tree.leaves(quantized, is_leaf=is_quantized)
-    return [
-        other if is_quantized(other) or (eqx.is_array(other) and other is not leaf)
-        else None
-        for leaf, other in zip(leaves, others, strict=True)
-    ]  # fmt: skip
+    pairs = zip(leaves, others, strict=True)
+    return [None if b is a or not _has_values(b) else b for a, b in pairs]
 
 
-def sum_of_both(
-    run: Callable[[Any], Array], model: Any, changed: list | None
-) -> Array:
+def _has_values(leaf: Any) -> bool:
+    return is_quantized(leaf) or eqx.is_array(leaf)
+
+
+def sum_of_both(run: Callable[[Any], Array], model: Any, changed: list | None) -> Array:
     """Return the sum of `run` of the float model and of the quantized model.
 
     `changed` is the result of [`changes`][]. The two models are index 0 and index 1 of
