@@ -10,8 +10,9 @@ embedding is in INT8 except in rows with "at most" and "llama.cpp".
 
 "calibrated" means GPTQ with statistics of the first text, and rotation; "tuned" means
 AutoRound of one layer after the other, in 80 steps of 1,024 tokens; "curvature" means
-statistics of the curvature of the KL divergence instead of the inputs; "not
-rotated" means GPTQ only, and "rotated by N" a rotation of N values each. "distilled"
+statistics of the curvature of the KL divergence instead of the inputs; "corrected"
+means that matrices are quantized in order, with GPTAQ and rotation; "not rotated" means
+GPTQ only, and "rotated by N" a rotation of N values each. "distilled"
 then trains scales and norms with another part of the first text. The float model runs
 once, and its 64 most probable tokens per position are stored. "at most N bits"
 allocates N bits per weight of the whole model, including the embedding, to the matrices
@@ -51,6 +52,7 @@ import jax
 import numpy as np
 import optax
 from _answers import Answers
+from _correct_layers import corrected
 from _environments import CACHE
 from _language_peers import Peers
 from _llama_example import comparison, load, model as llama, text as texts_of_llama
@@ -74,6 +76,7 @@ class Row(NamedTuple):
     llama: str | None = None
     peer: tuple[str, str] | None = None
     curvature: bool = False
+    corrected: bool = False
     tuning_steps: int = 0
 
 
@@ -93,6 +96,7 @@ ROWS = {
     "nf4": Row(_nf4),
     "nf4, calibrated": Row(_nf4, True, _rotated),
     "nf4, calibrated, curvature": Row(_nf4, True, _rotated, curvature=True),
+    "nf4, corrected": Row(_nf4, False, _rotated, corrected=True),
     "nf4, tuned": Row(_nf4, False, _rotated, tuning_steps=80),
     "nf4, calibrated, search 8": Row(_nf4, True, _rotated | {"search": 8}),
     "nvfp4": Row("nvfp4"),
@@ -326,6 +330,8 @@ def rows_of(
             return peers.quantized(*row.peer)
         if row.llama is not None:
             return by_llama(source, row.llama, importance(source, stats), folder)
+        if row.corrected:
+            return corrected(model, tokens, row.format, **row.options), None
         own = curved if row.curvature else stats
         result = quantized(model, row, own, allocations)
         if row.tuning_steps:

@@ -57,6 +57,27 @@ def test_layers_are_tuned_one_after_the_other(monkeypatch, rng):
     assert len(tuned.layers) == model.config.layers
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fewer rows than inputs")
+def test_matrices_are_corrected_in_order(monkeypatch, rng):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = importlib.import_module("language_accuracy")
+    model = script.load.load_model(MODEL, stacked=True, progress=False)
+    tokens = rng.integers(0, model.config.vocabulary, (40, 64), np.int32)
+    tokens, held_out = tokens[:32], tokens[32:]
+    stats = script.calibration(model, tokens, False)
+    calibrated = script.comparison.quantize(model, "nf3", stats, rotate=True)
+    corrected = script.corrected(model, tokens, "nf3", rotate=True)
+    expected = [script.comparison.log_probabilities(model, row) for row in held_out]
+    compared = (
+        script.comparison.compare(m, held_out, expected)
+        for m in (corrected, calibrated)
+    )
+    better, worse = compared
+    assert better.mean < 0.9 * worse.mean
+    assert better.bytes == worse.bytes
+
+
 def test_importance_of_llama_cpp(monkeypatch):
     """The numbers by which llama.cpp weighs the error of each column."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
