@@ -83,7 +83,7 @@ class ObservedWeight:
         # Statistics of lookups are gradients.
         has_lookups = uses.has_lookups and (with_gradients or not uses.has_products)
         if self.curvature or has_lookups:
-            self.lookups = self.zeros()
+            self.lookups = dataclasses.replace(self.zeros(), shift=None)
         if not self.curvature and (uses.has_products or not uses.has_lookups):
             self.products = self.zeros()
 

@@ -96,7 +96,8 @@ def quantize_tree(
         weights; exact paths do not. Rules without a match cause a warning.
     - `min_size`: the smallest number of elements of a weight that is chosen by default.
     - `calibration`: the result of [`eqquant.calibrate`][] for this model. Rounding then
-        minimises the change of products with such data.
+        minimises the change of products with such data. Statistics of
+        `calibrate(quantized=...)` also correct each weight before it is rounded.
     - `method`: the rounding with `calibration`. `"gptq"` rounds column by column, and
         later columns compensate for the errors of earlier ones (GPTQ, arXiv
         2210.17323). Scales of blocks are chosen on the way. The damping is 0.01 of the

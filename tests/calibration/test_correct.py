@@ -128,7 +128,7 @@ def test_large_inputs_change_the_unit(normal):
     assert stats.weights["layers.1.weight"].unit < 1
 
 
-def test_without_a_change_nothing_moves(normal):
+def test_equal_models_have_no_shift(normal):
     model, x = mlp(), normal(64, 32)
     alone = eqquant.calibrate(forward, model, [x])
     for same in (
@@ -233,7 +233,7 @@ def test_statistics_are_saved(normal):
     assert eqx.tree_equal(stats, again)
 
 
-def test_what_is_not_supported_is_an_error(normal):
+def test_unsupported_arguments_are_errors(normal):
     model, x = mlp(), normal(64, 32)
     quantized = eqquant.quantize_tree(model, "nf3")
     calibrate = lambda q, **options: eqquant.calibrate(
