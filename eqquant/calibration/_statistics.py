@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
@@ -208,11 +207,12 @@ class Statistics(AbstractCalibration):
                     f"{argument} must be statistics of this model, but for "
                     f"{path!r} it has the shape {known.shape}, and the model {shape}."
                 )
-            sums = jax.tree.leaves((known.gram, known.shift))
-            if not all(bool(jnp.all(jnp.isfinite(part))) for part in sums):
+            for name, sums in (("Gram matrix", known.gram), ("shift", known.shift)):
+                if sums is None or bool(jnp.all(jnp.isfinite(sums))):
+                    continue
                 raise ValueError(
-                    f"{argument} must be finite, but the sums of {path!r} are not. "
-                    "Calibrate again."
+                    f"{argument} must be finite, but the {name} of "
+                    f"{path!r} is not. Calibrate again."
                 )
             asymmetry = jnp.max(jnp.abs(known.gram - jnp.swapaxes(known.gram, -2, -1)))
             if asymmetry > 1e-3 * jnp.max(jnp.abs(known.gram)):
