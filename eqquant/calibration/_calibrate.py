@@ -8,7 +8,7 @@ import numpy as np
 
 from .._jax import counted, has_explicit_axes, typed, warn
 from ..arrays import is_quantized
-from ..trees import check_forward, choose
+from ..trees import base_of, check_forward, choose, sites
 from ._collect import collect
 from ._pairs import changes
 from ._statistics import Statistics, WeightStatistics
@@ -92,7 +92,8 @@ def calibrate(
 
     [`eqquant.calibration.Statistics`][], in float32 (float64 for weights in float64).
 
-    Warnings name the weights without data, and batches with tokens out of bounds.
+    Warnings name the weights without data, batches with tokens out of bounds, and
+    observed weights that `quantized` already contains quantized.
 
     **Raises:**
 
@@ -130,6 +131,8 @@ def calibrate(
     if quantized is not None:
         _check_pair(curvature)
         changed = changes(model, quantized, _caller)
+        leaves = [base_of(site.leaf) for site in sites(quantized)]
+        _warn_of_quantized([c.path for c in choices if is_quantized(leaves[c.index])])
     how = every_row, gradients_every, progress, curvature, changed
     observed = collect(fn, model, batches, choices, *how, caller=_caller)
     stats = {one.path: one.statistics() for one in observed}
@@ -148,6 +151,19 @@ def _check_pair(curvature: bool) -> None:
             f"{_caller}: quantized must be None in a mesh with explicit axes, got a "
             "model. Call calibrate outside of `jax.set_mesh`, or with axes of the type "
             "`Auto`."
+        )
+
+
+def _warn_of_quantized(paths: list[str]) -> None:
+    """Warn about observed weights that are quantized already."""
+    if paths:
+        warn(
+            f"{_caller}: quantized already contains "
+            f"{counted(len(paths), 'weight', 'weights')} to observe, such as "
+            f"{paths[0]!r}. Corrections of several layers after one pass add up, and "
+            "the model may get worse. Observe only the next weights, by where or "
+            "rules, and quantize them before the next pass.",
+            UserWarning,
         )
 
 

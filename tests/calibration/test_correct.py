@@ -1,6 +1,7 @@
 """GPTAQ: inputs of a quantized model in `calibrate`, and weights corrected for them."""
 
 import tempfile
+import warnings
 
 import eqquant
 import equinox as eqx
@@ -163,6 +164,18 @@ def test_the_move_is_half_of_the_least_squares_solution(rotate, normal):
         assert np.max(np.abs(moved - move)) < 0.02 * np.max(np.abs(w))
         if i:
             assert np.max(np.abs(move)) > 0.1 * np.max(np.abs(w))
+
+
+def test_weights_that_are_quantized_already_are_named(normal):
+    model, x = mlp(), normal(64, 32)
+    rules = {"layers.0.weight": "nf3", "*": None}
+    quantized = eqquant.quantize_tree(model, rules=rules)
+    with pytest.warns(UserWarning, match=r"contains 1 weight .*'layers.0.weight'"):
+        eqquant.calibrate(forward, model, [x], quantized=quantized)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rules = {"layers.1.weight": "nf3", "*": None}
+        eqquant.calibrate(forward, model, [x], quantized=quantized, rules=rules)
 
 
 def in_order(model, format, x, corrects: bool):

@@ -84,9 +84,15 @@ EQQUANT_INLINE void unrolled(const Use& use) {
 // Reads codes that need no unpacking.
 struct WholeBytes {
   static constexpr int bytes = chunk;  // The stored bytes of a chunk.
+  static constexpr bool is_prefetched = true;
 
   static int64_t bytes_of_row(const Product& p) { return p.packed; }
   static EQQUANT_INLINE __m256i read(const uint8_t* stored) { return load(stored); }
+};
+
+// Codes that were unpacked into a cache. Prefetching would read other memory.
+struct UnpackedBytes : WholeBytes {
+  static constexpr bool is_prefetched = false;
 };
 
 // The operands of all tiles. `units` has a unit for each row of the activation, or is null.
@@ -129,7 +135,7 @@ struct Tile {
   static EQQUANT_INLINE void step(const typename Codes::Tables& tables, const uint8_t* codes, int64_t stride,
                                   const float* scales, int64_t stride_of_scales, const char* x, Sums& sums) {
     unrolled<rows>([&](auto r) {
-      prefetch(codes + r * stride), prefetch_near(codes + r * stride);
+      if (Stored::is_prefetched) prefetch(codes + r * stride), prefetch_near(codes + r * stride);
       __m256i products[parts][count];
       Codes::multiply(tables, Stored::read(codes + r * stride), x, products);
       __m256 of_chunk[parts];
@@ -228,11 +234,16 @@ void run_tiles(const Product& p, const typename Codes::Levels& levels, const cha
   });
 }
 
-// Calls `use(bits, shared)` with the numbers of bits and of blocks in a chunk as compile-time constants.
+// Calls `use(bits, shared, stored)` with the numbers of bits and of blocks in a chunk as compile-time constants, and
+// the type of codes.
 template <class Use>
 void with_layout(const Product& p, const Use& use) {
   with_bits(p, [&](auto bits) {
-    const auto with = [&](auto shared) { use(bits, shared); };
+    const auto with = [&](auto shared) {
+      if constexpr (bits >= 4)
+        if (p.is_unpacked()) return use(bits, shared, UnpackedBytes());
+      use(bits, shared, WholeBytes());
+    };
     switch (blocks_of_chunk(p)) {
       case 1: return with(std::integral_constant<int, 1>());
       case 2: return with(std::integral_constant<int, 2>());

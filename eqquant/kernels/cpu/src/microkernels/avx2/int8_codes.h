@@ -2,7 +2,7 @@
 //
 // The instruction adds two products of an unsigned and a signed byte in 16 bits. Sums of the products of all planes
 // stay in 16 bits, so levels must be small. Levels have an offset, because they are unsigned. The activation
-// determines the correction of each sum. Codes of 8 bits would take as many instructions as int16.
+// determines the correction of each sum. Codes of 8 bits stay int16, because both take the same number of instructions.
 #pragma once
 
 #include <immintrin.h>
@@ -32,10 +32,10 @@ struct ChunkOfX {
   constexpr int registers() const { return planes + 2; }
 };
 
-template <int bits, int shared_, bool looks_up>
+template <int bits, int shared_, bool looks_up, class Stored_>
 struct Int8Codes {
   using Levels = UnsignedLevels;
-  using Stored = WholeBytes;
+  using Stored = Stored_;
   static constexpr int shared = shared_, parts = 1, planes = 8 / bits;
   static constexpr ChunkOfX of_x = {planes};
   static constexpr int registers_of_x = of_x.registers();
