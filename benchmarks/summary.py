@@ -152,6 +152,7 @@ LANGUAGE = {
     "with trellis": ("o-", "eqquant, several formats"),
     "calibrated": ("^", "eqquant, one format, calibrated"),
     "tuned": ("*", "eqquant, one format, AutoRound"),
+    "corrected": ("<", "eqquant, one format, GPTAQ"),
     "llama.cpp": ("s", "llama.cpp, importance matrix"),
     "GPTQModel": ("D", "GPTQModel"),
     "AutoRound": ("P", "AutoRound"),
