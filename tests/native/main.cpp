@@ -179,6 +179,9 @@ bool check(const Case& c) {
   p.m = 1 + below((p.stored_bits == 5 || p.stored_bits == 6) && below(2) ? 3 : 40);
   if (floats && p.m > 30) p.m *= 3;  // Enough for panels, whatever the vectors.
   p.rows = 1 + below(90);
+  // Some routines require small levels, whatever the blocks: draw others.
+  p.blocks = 1, p.packed = p.run = 64;
+  if (!floats && c.routine->why_not(p)) return check(c);
   // Blocks of whole runs. Some routines require one scale per row, unless there are few rows of the activation.
   p.run = p.stored_bits == 3 && below(2) ? 4 * (2 + below(5)) : 8 << (below(8) ? below(3) : 6);
   if (p.stored_bits == 2 && !below(4)) p.bits = 4, p.run = 8;  // Blocks of 16 codes, which are unpacked.
