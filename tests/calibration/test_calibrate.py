@@ -14,7 +14,7 @@ from jax import lax
 
 
 # XLA's float32 sums against float64 sums.
-EXACT = 1e-6
+EXACT = 2e-6  # Sums of 1,200 products have 1.4e-6 with jax 0.12 on Zen 1.
 
 
 def gram(x) -> np.ndarray:
