@@ -69,8 +69,9 @@ class NativeKernel(Kernel):
     @property
     def when(self) -> str:
         if self.instructions == "avx2" and self.arithmetic != "float":
-            least = _ARITHMETIC["int8"][2] if self.arithmetic == "int8" else "`x @ w.T`"
-            return f"up to 10 rows of an activation; {least}"
+            is_int8 = self.arithmetic == "int8"
+            served = _ARITHMETIC["int8"][2] if is_int8 else "`x @ w.T`"
+            return f"up to 10 rows of an activation; {served}"
         tiles = "; enough rows for tiles" if self.instructions == "amx" else ""
         return _ARITHMETIC[self.arithmetic][2] + tiles
 

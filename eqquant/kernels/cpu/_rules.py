@@ -15,7 +15,7 @@ rule that holds serves. `XLA` means that XLA is faster. The facts in conditions 
   int32 holds the sums. `float8` has one scale per row. `values` and `float8-blocks` are
   8-bit codes in blocks. `table` is any other weight.
 - `levels`: `int8` if levels are integers up to 127 times a number, otherwise `float`.
-  `small` if moreover 16 bits hold the sum of the products of two bytes of codes.
+  `small` if 16 bits also hold the sum of the products of two bytes of codes.
 - `sums`: the integer type, `int32` or `int64`, that holds `k` products of int8.
 - `bits`: of a code. `run`: the bytes of consecutive codes of one plane.
 - `fits`: whole blocks fill AMX tiles (`tiles`), 64 bytes (`lanes`), 32 bytes or equal
