@@ -63,7 +63,7 @@ def evaluate(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
 
 
 # The largest number of matmuls of a program, because compiling more takes minutes.
-_PER_PROGRAM = 32
+_PER_PROGRAM = 128
 
 
 class Ring:

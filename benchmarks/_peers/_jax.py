@@ -21,10 +21,13 @@ def join(matmuls: Sequence[ft.partial]) -> Callable:
     import jax
 
     @jax.jit
-    def in_turn(x, weights):
+    def in_turn(first, weights):
+        x = first
         for weight in weights:
             y = matmuls[0].func(x, **weight)
-            x += 0 * y[:, :1]  # Otherwise XLA may run several products at once.
+            # Otherwise XLA may run several products at once. `x` depends only on the
+            # last product: XLA would add all earlier products again for each.
+            x = first + 0 * y[:, :1]
         return y
 
     return ft.partial(in_turn, weights=[matmul.keywords for matmul in matmuls])

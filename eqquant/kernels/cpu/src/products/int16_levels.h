@@ -16,16 +16,16 @@ constexpr int largest_int16 = 127 * 258, largest_int15 = 16383;
 
 // Levels as integers with a unit, and the largest magnitude. The table contains the 16 levels
 // twice, because a lookup with AVX-512 reads five bits.
-struct Levels {
+struct Int16Levels {
   alignas(64) int16_t values[32];
   float unit;
   int largest;
 };
 
-inline Levels levels_of(const Product& p) {
+inline Int16Levels levels_of(const Product& p) {
   if (p.bits == 8) return {{}, 1, p.largest_integer()};
   const float most = largest_level(p);
-  Levels out{{}, p.level_unit > 0 ? p.level_unit : most / largest_int15, 1};
+  Int16Levels out{{}, p.level_unit > 0 ? p.level_unit : most / largest_int15, 1};
   if (!(out.unit > 0) || !std::isfinite(1 / out.unit)) return out;  // All levels are zero.
   for (int i = 0; i < 32; i++) {
     out.values[i] = static_cast<int16_t>(std::lrint(p.levels[i % 16] / out.unit));

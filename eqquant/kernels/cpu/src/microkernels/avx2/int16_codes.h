@@ -10,8 +10,6 @@
 
 #include <immintrin.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "microkernels/avx2/dense_codes.h"
@@ -31,12 +29,12 @@ constexpr int registers_of(int bits) { return 16 / bits; }
 inline bool reads_stored(const Product& p) { return p.is_unpacked() && p.m <= most_at_once && are_dense(p); }
 
 // The level of code 0.
-inline int first_level(const Product& p, const Levels& levels) {
+inline int first_level(const Product& p, const Int16Levels& levels) {
   return p.bits == 8 ? -p.largest_integer() : levels.values[0];
 }
 
 // True if codes are multiplied instead of their levels.
-inline bool multiplies_codes(const Product& p, const Levels& levels) {
+inline bool multiplies_codes(const Product& p, const Int16Levels& levels) {
   if (p.bits != 2 && p.bits != 4) return reads_stored(p);
   for (int i = 1; i < 1 << p.bits; i++)
     if (levels.values[i] != levels.values[0] + i) return false;
@@ -45,7 +43,7 @@ inline bool multiplies_codes(const Product& p, const Levels& levels) {
 
 template <int bits, int shared_, bool looks_up, class Stored_ = WholeBytes>
 struct Int16Codes {
-  using Levels = avx2::Levels;
+  using Levels = Int16Levels;
   using Stored = Stored_;
   static constexpr int shared = shared_, parts = shared == 4 ? 2 : 1, values_of_x = registers_of(bits);
   static constexpr int registers_of_x = values_of_x + (looks_up ? 0 : parts);
@@ -56,7 +54,7 @@ struct Int16Codes {
     static constexpr int bits_of_code = bits == 8 ? 4 : bits;
     NibbleTables<bits_of_code> low, high;
 
-    explicit Tables(const Levels& levels)
+    explicit Tables(const Int16Levels& levels)
         : low([&](int code) { return levels.values[code]; }), high([&](int code) { return levels.values[code] >> 8; }) {}
   };
 

@@ -101,7 +101,7 @@ void correct_row(const RowOfX& of, int first_level, int16_t* row, int64_t stride
 }
 
 void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  const Levels levels = levels_of(p);
+  const Int16Levels levels = levels_of(p);
   const RowOfX of(p, multiplies_codes(p, levels));
   // An upper bound for the norm of a lane of the weight.
   const float of_weight = levels.largest * std::sqrt(2.0f * static_cast<float>(of.values));
@@ -122,7 +122,7 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
 int64_t scratch_size(const Product& p) { return scratch_of(p, RowOfX(p, true).size()); }
 
 void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
-  const Levels levels = levels_of(p);
+  const Int16Levels levels = levels_of(p);
   const bool looks_up = !multiplies_codes(p, levels);
   const float* const units = units_in(p, RowOfX(p, !looks_up).size(), const_cast<char*>(scratch));  // Only read.
   const auto unpacked = [&](auto stored) {

@@ -24,6 +24,7 @@ class DenseCodes {
   __m512i low_words, low_shifts, high_words, high_rotations, used, half_range;
 
  public:
+  static constexpr bool is_prefetched = true;
   // Stored bytes of 64 codes.
   const int64_t bytes;
 
@@ -66,12 +67,20 @@ class DenseCodes {
 // Codes that need no unpacking, 64 bytes at a time.
 struct WholeBytes {
   static constexpr int64_t bytes = 64;
+  static constexpr bool is_prefetched = true;
+
   explicit WholeBytes(const Product&) {}
   static int64_t bytes_of_row(const Product& p) { return p.packed; }
   EQQUANT_INLINE __m512i read(const uint8_t* stored, int64_t count) const {
     return _mm512_maskz_loadu_epi8(first_bytes(count), stored);
   }
   EQQUANT_INLINE __m512i read(const uint8_t* stored) const { return _mm512_loadu_si512(stored); }
+};
+
+// Codes that were unpacked into a cache. Prefetching would read other memory.
+struct UnpackedBytes : WholeBytes {
+  static constexpr bool is_prefetched = false;
+  using WholeBytes::WholeBytes;
 };
 
 EQQUANT_END

@@ -108,7 +108,7 @@ struct Int16Panel {
   const float* x;  // Pairs of int16 values.
   const float* x_units;
   const int64_t x_stride;
-  const Levels levels;
+  const Int16Levels levels;
   const float largest;  // The largest level.
   Space decoded, scales;
   alignas(64) float units[most_columns + side_by_side * size];

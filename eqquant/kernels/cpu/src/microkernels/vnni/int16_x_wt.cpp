@@ -157,7 +157,7 @@ struct InRegisters : BlockedRows<rows, Stored> {
   RowOffsets& offsets;
   int64_t row;
 
-  InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, const Stored& stored,
+  InRegisters(const Product& p, const Int16Levels& levels, const ChunkScales& blocks, const Stored& stored,
               NumbersInOrder& in_order, RowOffsets& offsets, int64_t row)
       : BlockedRows<rows, Stored>(p, levels.unit, blocks, stored, in_order, row),
         table(_mm512_load_si512(levels.values)), offsets(offsets), row(row) {}
@@ -323,7 +323,7 @@ struct Rows {
   const Product& p;
   const int16_t* x;
   const float* units;
-  const Levels levels;
+  const Int16Levels levels;
   const ChunkScales blocks;
   std::vector<float> buffer;
   std::vector<Register> decoded;
@@ -397,6 +397,8 @@ void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end)
   };
   if constexpr (bits == 8)
     if (reads_stored(p)) return few(DenseCodes<true>(p));
+  if constexpr (bits >= 4)  // Others are stored as they are read.
+    if (p.m < many(p) && p.is_unpacked()) return few(UnpackedBytes(p));
   if (p.m < many(p)) return few(WholeBytes(p));
   const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;
