@@ -62,7 +62,7 @@ def evaluate(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
     }
 
 
-# The largest number of matmuls of a program, because compiling more takes minutes.
+# The largest number of matmuls of a program. Language models have a few hundred.
 _PER_PROGRAM = 128
 
 

@@ -23,7 +23,7 @@ contains median times in microseconds, because a library's dense matmul can be s
 By default, each call finds the caches as the dense matmul left them, so neither the
 weight nor the dispatch code is cached. With `--ring`, a run multiplies with each of
 several weights in turn; together, they exceed every cache. With `--program` as well,
-each program multiplies with 32 of them, as in a model, for llama.cpp and JAX only. Its
+each program multiplies with 128 of them, as in a model, for llama.cpp and JAX only. Its
 times are for one matmul.
 
 If `EQQUANT_CPU` excludes AMX, llama.cpp does not use AMX either.

@@ -9,7 +9,10 @@ from . import Products, Quantize
 
 def dense(w):
     import jax
+    import jax.numpy as jnp
     from jax import lax
+
+    w = jnp.array(w, copy=True)  # Each weight of a ring has its own memory.
 
     # The weight is the left operand, because XLA:CPU is slow at `x @ w.T` with one row.
     product = jax.jit(lambda x, w: lax.dot_general(w, x, (((1,), (1,)), ((), ()))).T)

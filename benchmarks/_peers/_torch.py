@@ -12,6 +12,7 @@ def products(package: str, quantized: dict[str, Quantize]) -> Products:
     torch.set_grad_enabled(False)
 
     def dense(w):
+        w = w.clone()  # Each weight of a ring has its own memory.
         return lambda x: torch.nn.functional.linear(x, w), w.nbytes
 
     version = f"{importlib.metadata.version(package)}, torch {torch.__version__}"

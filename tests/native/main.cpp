@@ -10,6 +10,7 @@
 
 #include "decode/unpack.h"
 #include "encode/relayout.h"
+#include "runtime/loop.h"
 #include "runtime/machine.h"
 #include "runtime/read_ahead.h"
 
@@ -369,6 +370,48 @@ bool check_order() {
   return fine;
 }
 
+// Checks that the last piece of a lane, and no other, is followed by the lane's part of what the next loop reads.
+bool check_loop() {
+  constexpr int64_t lanes = 2, pieces = 8, size = 3;
+  std::array<uint8_t, 100> next{};
+  using Seen = std::array<eqquant::Bytes, pieces>;
+  Seen seen;
+  eqquant::Loop loop(lanes);
+  loop.call = [](const void* use, int64_t begin, int64_t, eqquant::Bytes after) {
+    (*static_cast<Seen* const*>(use))->at(begin / size) = after;
+  };
+  Seen* const use = &seen;
+  loop.use = &use, loop.count = pieces * size, loop.piece = size, loop.pieces = pieces;
+  loop.ahead = {next.data(), next.size()};
+  loop.work();
+  bool fine = loop.is_done();
+  for (int64_t i = 0; i < pieces; i++) {
+    const uint8_t* const expected = i == 3 ? next.data() : i == 7 ? next.data() + 50 : nullptr;
+    fine &= seen[i].begin == expected && seen[i].count == (expected ? 50 : 0);
+  }
+  if (!fine) std::printf("loop: wrong\n");
+  return fine;
+}
+
+// Checks where codes are prefetched.
+bool check_far() {
+  std::vector<uint8_t> codes(3 * eqquant::far_ahead), next(eqquant::far_ahead);
+  const uint8_t* const end = codes.data() + 2 * eqquant::far_ahead;
+  Product p{};
+  bool fine = p.far_from(codes.data()) == eqquant::far_ahead;
+  p.own_end = end, p.to_next = next.data() - end;
+  for (int64_t left : {2 * eqquant::far_ahead, eqquant::far_ahead + 1}) {
+    const uint8_t* const from = end - left;
+    fine &= from + p.far_from(from) == from + eqquant::far_ahead;
+  }
+  for (int64_t left : {eqquant::far_ahead, int64_t{64}}) {
+    const uint8_t* const from = end - left;
+    fine &= from + p.far_from(from) == next.data() + eqquant::far_ahead - left;
+  }
+  if (!fine) std::printf("far: wrong\n");
+  return fine;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -401,6 +444,6 @@ int main(int argc, char** argv) {
   for (int i = 0; i < 2 * times; i++) wrong += !check_relayout();
   std::printf("%d layouts, %d wrong\n", 2 * times, wrong);
   failed += wrong;
-  failed += !check_order();
+  failed += !check_order() + !check_loop() + !check_far();
   return failed != 0;
 }

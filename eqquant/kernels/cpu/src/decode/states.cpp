@@ -47,9 +47,9 @@ void unpack_block(int bits, const uint8_t* levels, const uint8_t* from, int64_t 
 }  // namespace
 
 void unpack_states(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to) {
-  const int64_t bytes = p.run * p.stored_bits / 8;
+  const int64_t bytes = p.run * p.stored_bits / 8, far = p.far_from(from);
   for (int64_t i = 0; i < groups; i++, from += bytes, to += p.run) {
-    prefetch(from);
+    prefetch(from, far);
     unpack_block(p.stored_bits, p.level_of_state, from, p.run, to);
   }
 }

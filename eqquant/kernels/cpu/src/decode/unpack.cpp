@@ -154,17 +154,17 @@ void unpack_six_16(const uint8_t* from, int64_t, uint8_t* to) {
 }
 
 // Unpacks groups by a function that is inlined.
-using Unpacker = void(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, uint8_t* to);
+using Unpacker = void(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, int64_t far, uint8_t* to);
 template <void (*unpack_group)(const uint8_t*, int64_t, uint8_t*)>
-void unpack_all(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, uint8_t* to) {
+void unpack_all(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, int64_t far, uint8_t* to) {
   for (int64_t i = 0; i < groups; i++, from += bytes, to += run) {
-    prefetch(from);
+    prefetch(from, far);
     unpack_group(from, run, to);
   }
 }
 
 // Two groups of 16 codes of 6 bits at a time.
-void unpack_sixes_16(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, uint8_t* to) {
+void unpack_sixes_16(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, int64_t far, uint8_t* to) {
 #if defined(__x86_64__)
   // The second half begins 8 bytes after the first, so that loads stay inside of both groups.
   const __m256i bytes_of_lows = _mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7,  //
@@ -172,7 +172,7 @@ void unpack_sixes_16(const uint8_t* from, int64_t groups, int64_t bytes, int64_t
   const __m256i bytes_of_highs = _mm256_setr_epi8(8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11,  //
                                                   12, 13, 14, 15, 12, 13, 14, 15, 12, 13, 14, 15, 12, 13, 14, 15);
   for (; groups >= 2; groups -= 2, from += 24, to += 32) {
-    prefetch(from);
+    prefetch(from, far);
     const __m128i *const first = reinterpret_cast<const __m128i*>(from),
                         *const second = reinterpret_cast<const __m128i*>(from + 8);
     const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)),
@@ -187,7 +187,7 @@ void unpack_sixes_16(const uint8_t* from, int64_t groups, int64_t bytes, int64_t
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_sub_epi8(code, _mm256_set1_epi8(32)));
   }
 #endif
-  unpack_all<unpack_six_16>(from, groups, bytes, run, to);
+  unpack_all<unpack_six_16>(from, groups, bytes, run, far, to);
 }
 
 template <int bits>
@@ -217,7 +217,7 @@ Unpacker* unpacker(const Product& p) {
 
 void unpack(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to) {
   if (p.has_history) return unpack_states(p, from, groups, to);
-  unpacker(p)(from, groups, p.run * p.stored_bits / p.bits, p.run, to);
+  unpacker(p)(from, groups, p.run * p.stored_bits / p.bits, p.run, p.far_from(from), to);
 }
 
 void run_units(const Routine& routine, const Product& p, const char* scratch, int64_t begin,

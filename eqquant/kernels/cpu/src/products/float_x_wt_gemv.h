@@ -46,6 +46,7 @@ struct Gemv {
     constexpr int64_t values = planes_of(bits) * count * Vector::size;
     const int64_t whole = block / Vector::size * Vector::size;
     const uint8_t* codes = p.codes + row * p.packed;
+    const int64_t far = p.far_from(codes);
     const auto levels = Decoder<bits>::levels(p);
     Sums sums;
     for (int r = 0; r < rows; r++)
@@ -56,7 +57,7 @@ struct Gemv {
       int64_t j = b / scales_at_once(scaling) * block;
       for (const int64_t end = j + whole; j < end; j += Vector::size, x += values) {
         if (j % 64 == 0)
-          for (int r = 0; r < rows; r++) prefetch(codes + r * p.packed + j);
+          for (int r = 0; r < rows; r++) prefetch(codes + r * p.packed + j, far);
         step(p, decoders, codes + j, x, Whole{}, sums);
       }
       if (whole < block) {

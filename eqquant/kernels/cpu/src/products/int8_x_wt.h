@@ -151,12 +151,12 @@ struct Tile {
   }
 
   static EQQUANT_INLINE void step(const Product& p, Bytes table, const uint8_t* codes,
-                                  const int8_t* x, int64_t stride, int64_t j, Sums* sums) {
+                                  const int8_t* x, int64_t stride, int64_t j, int64_t far, Sums* sums) {
     Bytes some_codes[rows];
     for (int r = 0; r < rows; r++) {
       const uint8_t* of_row = codes + r * p.packed;
       some_codes[r] = bytes_at(p, of_row, j);
-      if (rows > 1) prefetch(of_row + j);
+      if (rows > 1) prefetch(of_row + j, far);
       prefetch_near(of_row + j);
     }
     multiply<0>(table, some_codes, x + j, stride, sums);
@@ -167,14 +167,15 @@ struct Tile {
                           int64_t stride, const RowUnit* of, const float* scales, int64_t row,
                           int64_t first) {
     const uint8_t* codes = p.codes + row * p.packed;
+    const int64_t far = p.far_from(codes);
     for (auto& some : sums)
       for (auto& sum : some) sum = Int8Vector::zero();
     int64_t j = 0;
     for (; j + partial * Int8Vector::size <= p.packed; j += partial * Int8Vector::size)
       for (int k = 0; k < partial; k++)
-        step(p, levels.table, codes, x, stride, j + k * Int8Vector::size, sums[k]);
+        step(p, levels.table, codes, x, stride, j + k * Int8Vector::size, far, sums[k]);
     for (; j < p.packed; j += Int8Vector::size)
-      step(p, levels.table, codes, x, stride, j, sums[0]);
+      step(p, levels.table, codes, x, stride, j, far, sums[0]);
     constexpr int each = count * rows, all = partial * each;
     alignas(16) uint32_t total[(all + 3) / 4 * 4];
     for (int i = 0; i < all; i += 4) {

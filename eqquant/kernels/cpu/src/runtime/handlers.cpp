@@ -274,14 +274,16 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     const auto add_offsets = [&](int64_t begin, int64_t end) {
       if (has_offsets) of_offsets.run(q, sums, begin, end);
     };
-    const auto multiply = [&](int64_t begin, int64_t end) {
-      run_units(*routine, q, space, begin, end);
+    const auto multiply = [&](int64_t begin, int64_t end, Bytes next) {
+      Product own = q;
+      if (!contract_rows && next.count) own.own_end = q.stored(end), own.to_next = next.begin - q.stored(end);
+      run_units(*routine, own, space, begin, end);
       finish_results(q, begin, end);
       if (!routine_adds_offsets) add_offsets(begin, end);
     };
     if (alone) {
       prepare(0, q.m);
-      multiply(0, units);
+      multiply(0, units, {});
     } else {
       parallel_for(pool, q.m, 16, prepare);
       // In x @ w, threads read parts of all rows.

@@ -4,14 +4,23 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 #include "runtime/loop.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace eqquant {
 
+template <class Use>
+void process(const Use& use, int64_t begin, int64_t end, Bytes next) {
+  if constexpr (std::is_invocable_v<const Use&, int64_t, int64_t, Bytes>)
+    use(begin, end, next);
+  else
+    use(begin, end);
+}
+
 // Calls `use(begin, end)` for pieces of [0, count). Each piece except the last is a multiple of `grain`. Afterwards,
-// other threads read `ahead` until the next loop.
+// other threads read `ahead` until the next loop. `use` may have a third parameter, the `next` of `Loop`.
 //
 // The calling thread also works, and waits only for pieces that a thread has started. So it finishes even if
 // all other threads are busy.
@@ -22,11 +31,11 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   const int64_t wanted = (count + 4 * threads - 1) / (4 * threads);
   const int64_t piece = (wanted + grain - 1) / grain * grain;
   const int64_t pieces = (count + piece - 1) / piece;
-  if (threads == 1 || pieces <= 1) return use(0, count);
+  if (threads == 1 || pieces <= 1) return process(use, 0, count, ahead);
 
   auto loop = std::make_shared<Loop>(std::min(threads, pieces));
-  loop->call = [](const void* use, int64_t begin, int64_t end) {
-    (*static_cast<const Use*>(use))(begin, end);
+  loop->call = [](const void* use, int64_t begin, int64_t end, Bytes next) {
+    process(*static_cast<const Use*>(use), begin, end, next);
   };
   loop->ahead = ahead;
   loop->use = &use, loop->count = count, loop->piece = piece, loop->pieces = pieces;

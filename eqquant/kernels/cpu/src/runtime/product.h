@@ -29,6 +29,9 @@ inline int64_t size_of(ScaleType type) {
   return type == ScaleType::float32 ? 4 : type <= ScaleType::float16 ? 2 : 1;
 }
 
+// How far ahead to prefetch codes that are read sequentially.
+constexpr int64_t far_ahead = 1 << 15, near_ahead = 1 << 12;
+
 // Numbers of blocks as they are stored, one for each block of each row. If `outer_blocks` is not 0, a number is the
 // product of one of `inner` and, for each `outer_blocks` blocks of a row, one of `outer`. decode/scales.h decodes
 // them.
@@ -69,6 +72,9 @@ struct Product {
   // If the routine adds the part of the offsets itself: the sums of the activation over each block, (m, blocks). Rows
   // are padded with zeros to whole registers. Otherwise null.
   const float* block_sums;
+  // The end of the codes that the current thread reads, or null; and the distance from there to what it reads next.
+  const uint8_t* own_end;
+  int64_t to_next;
   bool rounds_x;  // Each row of the activation is rounded to int8.
   float* y;               // (m, rows), or (m, columns)
   int64_t m, rows, packed, blocks;
@@ -115,6 +121,8 @@ struct Product {
   // The largest magnitude of integer levels.
   int largest_integer() const { return has_history ? 127 : 1 << (stored_bits - 1); }
   int64_t stored_bytes() const { return packed * stored_bits / bits; }
+  // The distance of codes to prefetch. At the end of its codes, a thread prefetches what it reads next.
+  int64_t far_from(const uint8_t* of) const { return far_ahead + (of + far_ahead < own_end ? 0 : to_next); }
   // The stored codes of a row.
   const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
   // True if the codes may be in a cache. From memory, sequential reads of one row at a time are fastest; from
@@ -127,16 +135,16 @@ struct Product {
   }
 };
 
-// Prefetches codes long before their use, where they are read sequentially, into the second-level cache,
-// which allows more outstanding requests than the first. Always inlined: GCC treats a call to a function
-// that only prefetches as free of side effects, and removes it.
-inline __attribute__((always_inline)) void prefetch(const uint8_t* codes) {
-  __builtin_prefetch(codes + (1 << 15), 0, 2);
+// Prefetches codes long before their use into the second-level cache, which allows more outstanding requests than the
+// first. `far` is `Product::far_from` of the codes, or of codes shortly before. Always inlined: GCC treats a call to a
+// function that only prefetches as free of side effects, and removes it.
+inline __attribute__((always_inline)) void prefetch(const uint8_t* codes, int64_t far) {
+  __builtin_prefetch(codes + far, 0, 2);
 }
 
 // Prefetches into the first-level cache.
 inline __attribute__((always_inline)) void prefetch_near(const uint8_t* codes) {
-  __builtin_prefetch(codes + (1 << 12), 0, 3);
+  __builtin_prefetch(codes + near_ahead, 0, 3);
 }
 
 // One way to compute products: `prepare` for each row of the activation, which calls `check_row`, then `run` for each

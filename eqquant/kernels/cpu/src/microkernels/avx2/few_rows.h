@@ -131,11 +131,13 @@ struct Tile {
     }
   }
 
-  // Multiplies a chunk of each row. Codes of rows are `stride` bytes apart, and scales `stride_of_scales`.
+  // Multiplies a chunk of each row. Codes of rows are `stride` bytes apart, and scales `stride_of_scales`. `far` is for
+  // `prefetch`.
   static EQQUANT_INLINE void step(const typename Codes::Tables& tables, const uint8_t* codes, int64_t stride,
-                                  const float* scales, int64_t stride_of_scales, const char* x, Sums& sums) {
+                                  int64_t far, const float* scales, int64_t stride_of_scales, const char* x,
+                                  Sums& sums) {
     unrolled<rows>([&](auto r) {
-      if (Stored::is_prefetched) prefetch(codes + r * stride), prefetch_near(codes + r * stride);
+      if (Stored::is_prefetched) prefetch(codes + r * stride, far), prefetch_near(codes + r * stride);
       __m256i products[parts][count];
       Codes::multiply(tables, Stored::read(codes + r * stride), x, products);
       __m256 of_chunk[parts];
@@ -180,6 +182,7 @@ struct Tile {
     const float* const scales = of.scales.of(row, rows);
     const int64_t row_bytes = Stored::bytes_of_row(p);
     const uint8_t* const codes = p.codes + row * row_bytes;
+    const int64_t far = p.far_from(codes);
     const char* x = of.x + first_of_x * chunks_of(p) * step_of_x;
     // Registers must not read beyond the last row.
     const int64_t readable = row_bytes - (Stored::bytes < chunk && row + rows == p.rows ? 1 : 0);
@@ -190,7 +193,7 @@ struct Tile {
     const float* from = scales;
     int64_t j = 0;
     for (int64_t left = chunks_of_block; j < whole; j += Stored::bytes, x += count * step_of_x) {
-      step(tables, codes + j, row_bytes, from, p.blocks, x, sums);
+      step(tables, codes + j, row_bytes, far, from, p.blocks, x, sums);
       if (--left == 0) from += shared, left = chunks_of_block;
     }
     Sums all;  // Not `sums`, which would not stay in registers.
@@ -203,7 +206,7 @@ struct Tile {
         std::copy(codes + r * row_bytes + j, codes + (r + 1) * row_bytes, last[r]);
         std::copy(from + r * p.blocks, scales + (r + 1) * p.blocks, of_last[r]);
       }
-      step(tables, last[0], chunk, of_last[0], shared, x, all);
+      step(tables, last[0], chunk, far, of_last[0], shared, x, all);
     }
     // Do not multiply the units first, because their product may underflow.
     for (int i = 0; i < count; i++) {

@@ -63,7 +63,7 @@ struct BlockedRows {
   const ChunkScales& blocks;
   const Stored stored;
   const uint8_t* codes;
-  int64_t row_bytes, left;  // Stored bytes of a row, and remaining unpacked bytes.
+  int64_t row_bytes, far, left;  // Stored bytes of a row, how far to prefetch, and remaining unpacked bytes.
   Numbers scales;           // Unused for `integers` times powers of two, which are read as they are stored.
   const uint8_t *integers, *exponents;
   Place place;
@@ -75,7 +75,7 @@ struct BlockedRows {
   EQQUANT_INLINE BlockedRows(const Product& p, float level_unit, const ChunkScales& blocks, const Stored& stored,
                              NumbersInOrder& in_order, int64_t row)
       : blocks(blocks), stored(stored), codes(p.codes + row * stored.bytes_of_row(p)),
-        row_bytes(stored.bytes_of_row(p)), left(p.packed),
+        row_bytes(stored.bytes_of_row(p)), far(p.far_from(codes)), left(p.packed),
         scales(blocks.exponents ? Numbers() : in_order.of(row, rows)),
         integers(static_cast<const uint8_t*>(p.scales.inner) + row * p.blocks),
         exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents), place(blocks, 0) {
@@ -122,7 +122,7 @@ struct BlockedRows {
       for (int r = 0; r < rows; r++) {
         of[r] = stored.read(codes + r * row_bytes);
         if (!Stored::is_prefetched) continue;
-        prefetch(codes + r * row_bytes);
+        prefetch(codes + r * row_bytes, far);
         prefetch_near(codes + r * row_bytes);  // 24% less time for rows of 288 bytes (Zen 4).
       }
     } else {
