@@ -28,8 +28,8 @@ def join(matmuls: Sequence[ft.partial]) -> Callable:
         x = first
         for weight in weights:
             y = matmuls[0].func(x, **weight)
-            # Otherwise XLA may run several products at once. `x` depends only on the
-            # last product: XLA would add all earlier products again for each.
+            # Otherwise XLA may run several products at once. With `x += ...`, XLA would
+            # add the results of all earlier products again for each one.
             x = first + 0 * y[:, :1]
         return y
 

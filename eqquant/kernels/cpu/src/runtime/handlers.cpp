@@ -274,9 +274,9 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     const auto add_offsets = [&](int64_t begin, int64_t end) {
       if (has_offsets) of_offsets.run(q, sums, begin, end);
     };
-    const auto multiply = [&](int64_t begin, int64_t end, Bytes next) {
+    const auto multiply = [&](int64_t begin, int64_t end, Bytes after) {
       Product own = q;
-      if (!contract_rows && next.count) own.own_end = q.stored(end), own.to_next = next.begin - q.stored(end);
+      if (!contract_rows && after.count) own.own_end = q.stored(end), own.to_next = after.begin - q.stored(end);
       run_units(*routine, own, space, begin, end);
       finish_results(q, begin, end);
       if (!routine_adds_offsets) add_offsets(begin, end);

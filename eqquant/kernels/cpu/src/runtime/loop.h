@@ -21,8 +21,8 @@ namespace eqquant {
 // prefetches the memory that it reads itself. If threads take pieces in turn, a token of SmolLM2 takes a quarter longer
 // (Zen 5, two cores).
 struct Loop {
-  // `next` is what the thread reads after the last piece of its lane, and nothing after other pieces.
-  void (*call)(const void* use, int64_t begin, int64_t end, Bytes next);
+  // `after` is what the thread reads after the last piece of its lane, and nothing after other pieces.
+  void (*call)(const void* use, int64_t begin, int64_t end, Bytes after);
   const void* use;
   int64_t count, piece, pieces;
   std::vector<std::atomic<int64_t>> next;  // The number of pieces of each lane that a thread has started.

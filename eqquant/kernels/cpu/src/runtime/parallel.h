@@ -11,16 +11,17 @@
 
 namespace eqquant {
 
+// Calls `use` with two or three arguments.
 template <class Use>
-void process(const Use& use, int64_t begin, int64_t end, Bytes next) {
+void process(const Use& use, int64_t begin, int64_t end, Bytes after) {
   if constexpr (std::is_invocable_v<const Use&, int64_t, int64_t, Bytes>)
-    use(begin, end, next);
+    use(begin, end, after);
   else
     use(begin, end);
 }
 
 // Calls `use(begin, end)` for pieces of [0, count). Each piece except the last is a multiple of `grain`. Afterwards,
-// other threads read `ahead` until the next loop. `use` may have a third parameter, the `next` of `Loop`.
+// other threads read `ahead` until the next loop. `use` may have a third parameter, the `after` of `Loop`.
 //
 // The calling thread also works, and waits only for pieces that a thread has started. So it finishes even if
 // all other threads are busy.
@@ -34,8 +35,8 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   if (threads == 1 || pieces <= 1) return process(use, 0, count, ahead);
 
   auto loop = std::make_shared<Loop>(std::min(threads, pieces));
-  loop->call = [](const void* use, int64_t begin, int64_t end, Bytes next) {
-    process(*static_cast<const Use*>(use), begin, end, next);
+  loop->call = [](const void* use, int64_t begin, int64_t end, Bytes after) {
+    process(*static_cast<const Use*>(use), begin, end, after);
   };
   loop->ahead = ahead;
   loop->use = &use, loop->count = count, loop->piece = piece, loop->pieces = pieces;
