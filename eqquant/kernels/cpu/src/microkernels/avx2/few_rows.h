@@ -21,6 +21,7 @@
 #include "decode/scales.h"
 #include "microkernels/avx2/vector.h"
 #include "products/by_fours.h"
+#include "products/unrolled.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -72,14 +73,6 @@ struct NibbleTables {
     return _mm256_shuffle_epi8(of_place[plane % codes_of_nibble], code<4, plane / codes_of_nibble>(codes));
   }
 };
-
-// Calls `use` with the compile-time constants from 0 to `n - 1`. Compilers keep arrays with such indices in registers:
-// with other indices, they also store each change.
-template <int n, class Use>
-EQQUANT_INLINE void unrolled(const Use& use) {
-  if constexpr (n > 1) unrolled<n - 1>(use);
-  use(std::integral_constant<int, n - 1>());
-}
 
 // Reads codes that need no unpacking.
 struct WholeBytes {

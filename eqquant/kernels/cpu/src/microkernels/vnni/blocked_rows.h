@@ -9,6 +9,7 @@
 #include "decode/scales.h"
 #include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/scales.h"
+#include "products/unrolled.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -22,22 +23,28 @@ inline int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chu
 struct ChunkScales {
   // Double quantization has an exponent for 256 blocks.
   static constexpr int64_t blocks_of_exponent = 256;
+  // Scales are read for this number of groups at once. A group is a block, or a chunk of a longer block.
+  static constexpr int64_t groups_of_span = 16;
   // `exponents` are the exponents of a row; 0 for other types of scales.
-  int64_t blocks, of_chunk, chunks_of_block, exponents;
-  // The index of the scale of each lane, and the number of scales per chunk.
-  __m512i lanes, step;
+  int64_t blocks, of_chunk, chunks_of_block, chunks_of_span, exponents;
+  bool are_in_spans;  // True if a span has whole blocks, or only chunks of one block otherwise.
+  // The block of each group of such a span; the group of each lane; and the number of groups per chunk.
+  __m512i of_group, lanes, step;
 
   explicit ChunkScales(const Product& p)
       : blocks(p.blocks),
         of_chunk(blocks > 1 ? std::max<int64_t>(1, chunk / p.block_bytes()) : 1),
         chunks_of_block(std::max<int64_t>(1, (p.block_bytes() + chunk - 1) / chunk)),
+        chunks_of_span(groups_of_span / of_chunk),
         exponents(p.scales.type == ScaleType::uint8 && p.scales.outer_type == ScaleType::exponent &&
                           p.scales.outer_blocks == blocks_of_exponent
                       ? p.scales.outer_count(blocks)
                       : 0) {
-    alignas(64) int32_t of[16];
+    are_in_spans = groups_of_span % chunks_of_block == 0;
+    alignas(64) int32_t of[16], block[16];
     for (int i = 0; i < 16; i++) of[i] = static_cast<int32_t>(i * of_chunk / 16);
-    lanes = _mm512_load_si512(of);
+    for (int i = 0; i < 16; i++) block[i] = static_cast<int32_t>(are_in_spans ? i / chunks_of_block : 0);
+    lanes = _mm512_load_si512(of), of_group = _mm512_load_si512(block);
     step = _mm512_set1_epi32(static_cast<int>(of_chunk));
   }
   // Reads the scales of a chunk with the first block `block`.
@@ -56,19 +63,20 @@ struct Place {
   }
 };
 
-// Reads `rows` rows chunk by chunk: codes in `of`, and a scale for each lane.
+// Reads `rows` rows chunk by chunk: codes in `of`, and a scale for each lane. The scales of a span are in registers, and
+// lanes look them up.
 template <int rows, class Stored>
 struct BlockedRows {
-  static constexpr int64_t scales_at_once = 16;
   const ChunkScales& blocks;
   const Stored stored;
   const uint8_t* codes;
   int64_t row_bytes, far, left;  // Stored bytes of a row, how far to prefetch, and remaining unpacked bytes.
   Numbers scales;           // Unused for `integers` times powers of two, which are read as they are stored.
   const uint8_t *integers, *exponents;
-  Place place;
+  int64_t group, after = 0, chunks;  // The first group of the span, the group after it, and the chunks that remain.
+  int64_t block = 0, of_block;       // The first block after the span; and its chunks, unless spans have whole blocks.
   __m512i lanes, of[rows];
-  __m512 some_scales[rows];
+  __m512 of_span[rows];
   alignas(16) float units[4];
 
   // Always inlined: otherwise the members of a local variable stay in memory.
@@ -78,7 +86,7 @@ struct BlockedRows {
         row_bytes(stored.bytes_of_row(p)), far(p.far_from(codes)), left(p.packed),
         scales(blocks.exponents ? Numbers() : in_order.of(row, rows)),
         integers(static_cast<const uint8_t*>(p.scales.inner) + row * p.blocks),
-        exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents), place(blocks, 0) {
+        exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents), of_block(blocks.chunks_of_block) {
     // A power of two for the whole row is part of the unit.
     const __m128 unit = _mm_set1_ps(level_unit);
     _mm_store_ps(units, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<rows>(exponents)) : unit);
@@ -93,28 +101,43 @@ struct BlockedRows {
     const __m128i nan = _mm_cmpeq_epi32(wide, _mm_set1_epi32(255));
     return _mm_castsi128_ps(_mm_or_si128(_mm_slli_epi32(wide, 23), nan));
   }
-  // Reads sixteen scales of each row. A chunk has fewer, and looks them up. The scales of all rows are a stream of
-  // their own, which is prefetched step by step.
+  // Reads the scales of the next span.
   EQQUANT_INLINE void read_scales() {
     lanes = blocks.lanes;
-    const int64_t from = place.block;
-    const __mmask16 some = first(std::min(scales_at_once, blocks.blocks - from));
+    chunks = blocks.chunks_of_span;
+    group = after;
+    if (blocks.are_in_spans) {
+      after += ChunkScales::groups_of_span;
+      read_scales(block, first(blocks.blocks - block));
+      block += ChunkScales::groups_of_span / blocks.chunks_of_block;
+    } else {
+      chunks = std::min(chunks, of_block);
+      of_block -= chunks, after += chunks;
+      read_scales(block, 1);
+      if (!of_block) block++, of_block = blocks.chunks_of_block;
+    }
+    if (blocks.chunks_of_block == 1) return;
+    for (__m512& scale : of_span) scale = _mm512_permutexvar_ps(blocks.of_group, scale);
+  }
+  // Reads the scales of blocks from `block` on. The scales of all rows are a stream of their own, which is prefetched
+  // step by step.
+  EQQUANT_INLINE void read_scales(int64_t block, __mmask16 some) {
     if (!blocks.exponents) {
       // Two loops, because a branch for each row takes 5% of the time of a product.
       if (scales.are_halves)
-        for (int r = 0; r < rows; r++) some_scales[r] = scales.halves(r * blocks.blocks + from, some);
+        for (int r = 0; r < rows; r++) of_span[r] = scales.halves(r * blocks.blocks + block, some);
       else
-        for (int r = 0; r < rows; r++) some_scales[r] = scales.floats(r * blocks.blocks + from, some);
-      for (int r = 0; r < rows; r++) scales.prefetch(rows * from + r * scales_at_once + 2048);
+        for (int r = 0; r < rows; r++) of_span[r] = scales.floats(r * blocks.blocks + block, some);
+      for (int r = 0; r < rows; r++) scales.prefetch(rows * block + r * ChunkScales::groups_of_span + 2048);
       return;
     }
-    __builtin_prefetch(integers + rows * from + 2048, 0, 2);
+    __builtin_prefetch(integers + rows * block + 2048, 0, 2);
     for (int r = 0; r < rows; r++) {
-      const __m128i bytes = _mm_maskz_loadu_epi8(some, integers + r * blocks.blocks + from);
-      some_scales[r] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+      const __m128i bytes = _mm_maskz_loadu_epi8(some, integers + r * blocks.blocks + block);
+      of_span[r] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
       if (blocks.exponents == 1) continue;
-      const __m128 power = powers<1>(exponents + r * blocks.exponents + from / ChunkScales::blocks_of_exponent);
-      some_scales[r] = _mm512_mul_ps(some_scales[r], _mm512_broadcastss_ps(power));
+      const __m128 power = powers<1>(exponents + r * blocks.exponents + block / ChunkScales::blocks_of_exponent);
+      of_span[r] = _mm512_mul_ps(of_span[r], _mm512_broadcastss_ps(power));
     }
   }
   EQQUANT_INLINE void read() {
@@ -130,14 +153,20 @@ struct BlockedRows {
     }
   }
   // The scale of each 32-bit lane of a row.
-  EQQUANT_INLINE __m512 scale(int r) const { return _mm512_permutexvar_ps(lanes, some_scales[r]); }
+  EQQUANT_INLINE __m512 scale(int r) const { return _mm512_permutexvar_ps(lanes, of_span[r]); }
   EQQUANT_INLINE void next() {
-    codes += stored.bytes, left -= chunk;
-    const int64_t before = place.block;
-    place.next(blocks);
-    if (place.block == before) return;
+    next_in_span();
+    if (!chunks) next_span();
+  }
+  EQQUANT_INLINE void next_in_span() {
+    codes += stored.bytes, left -= chunk, chunks--;
     lanes = _mm512_add_epi32(lanes, blocks.step);
-    if (place.block % scales_at_once == 0 && place.block < blocks.blocks) read_scales();
+  }
+  // Returns false at the end of the row.
+  EQQUANT_INLINE bool next_span() {
+    if (left <= 0) return false;
+    read_scales();
+    return true;
   }
   EQQUANT_INLINE float unit_of(int r) const { return units[r]; }
 };
@@ -145,30 +174,43 @@ struct BlockedRows {
 // The part of the offsets of some rows in a product.
 class RowOffsets {
   const int64_t blocks;
-  const float shift;
+  // The multiple of a scale that is part of the offset, added with the scales of a span or with the offsets.
+  const float of_span, shift;
   const float* const sums;
   NumbersInOrder in_order;
 
+  int64_t stride() const { return (blocks + 15) / 16 * 16; }
+
  public:
-  RowOffsets(const Product& p, int64_t end)
-      : blocks(p.blocks), shift(p.shift), sums(p.block_sums), in_order(p.offsets, p.blocks, end) {}
+  // With `by_spans`, the caller calls `add_span` for each span.
+  RowOffsets(const Product& p, int64_t end, bool by_spans = false)
+      : blocks(p.blocks), of_span(by_spans ? p.shift : 0), shift(by_spans ? 0 : p.shift), sums(p.block_sums),
+        in_order(p.offsets, p.blocks, end) {}
   // True if the offsets of a product are added while it is multiplied.
   static bool serve(const Product& p) { return p.offsets.inner && ChunkScales(p).exponents == 0; }
+  // Adds the part of the scales `of` of a span, which has a block for each lane from block `b` on.
+  template <int rows, int count>
+  EQQUANT_INLINE void add_span(int64_t b, const __m512 (&of)[rows], __m512 (&totals)[rows][count]) const {
+    if (!sums || of_span == 0) return;
+    unrolled<count>([&](auto i) {
+      const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(sums + i * stride() + b), _mm512_set1_ps(of_span));
+      unrolled<rows>([&](auto r) { totals[r][i] = _mm512_fmadd_ps(of[r], x, totals[r][i]); });
+    });
+  }
   // Adds the part of rows from `row` on, which have `scales`, in products with `count` rows of the activation from
   // `first_of_x` on.
   template <int rows, int count>
   EQQUANT_INLINE void add(int64_t row, const Numbers& scales, int64_t first_of_x, __m512 (&totals)[rows][count]) {
     if (!sums) return;
     const Numbers offsets = in_order.of(row, rows);
-    const int64_t stride = (blocks + 15) / 16 * 16;
-    const __m512 of_scale = _mm512_set1_ps(shift);
     for (int64_t b = 0; b < blocks; b += 16) {
       const __mmask16 some = first(blocks - b);
       __m512 x[count];
-      for (int i = 0; i < count; i++) x[i] = _mm512_loadu_ps(sums + (first_of_x + i) * stride + b);
+      for (int i = 0; i < count; i++) x[i] = _mm512_loadu_ps(sums + (first_of_x + i) * stride() + b);
       for (int r = 0; r < rows; r++) {
         const int64_t at = r * blocks + b;
-        const __m512 offset = _mm512_fmadd_ps(scales.read(at, some), of_scale, offsets.read(at, some));
+        __m512 offset = offsets.read(at, some);
+        if (shift != 0) offset = _mm512_fmadd_ps(scales.read(at, some), _mm512_set1_ps(shift), offset);
         for (int i = 0; i < count; i++) totals[r][i] = _mm512_fmadd_ps(offset, x[i], totals[r][i]);
       }
     }

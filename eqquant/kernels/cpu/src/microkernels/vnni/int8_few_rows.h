@@ -23,6 +23,7 @@
 #include "products/by_fours.h"
 #include "products/int8_levels.h"
 #include "products/planes.h"
+#include "products/unrolled.h"
 #include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
@@ -63,19 +64,24 @@ EQQUANT_INLINE void read(const Planes& x, int64_t byte, const Use& use) {
   for (int plane = 0; plane < x.planes; plane++) use(_mm512_maskz_loadu_ps(some, x.at(byte, plane)), plane);
 }
 
-// The activation is chunk by chunk. A chunk has registers of 64 bytes: int8 values (plane, row, part), the corrections
-// of these sums (row, part), and the units of lanes (row).
+// The activation is chunk by chunk. A chunk has registers of 64 bytes: int8 values (plane, row, part), and the
+// corrections of these sums (row, part).
 struct ChunkOfX {
   int rows, parts, planes;
 
   constexpr int sums() const { return rows * parts; }
   constexpr int correction(int sum) const { return planes * sums() + sum; }
-  constexpr int unit(int row) const { return (planes + 1) * sums() + row; }
-  constexpr int64_t bytes() const { return unit(rows) * chunk; }
+  constexpr int64_t bytes() const { return correction(sums()) * chunk; }
 };
 inline ChunkOfX chunk_of_x(const Product& p) { return {static_cast<int>(p.m), p.parts, p.planes()}; }
+// Behind the chunks, each row of the activation has the units of its groups (`BlockedRows`), which are read as spans.
+inline int64_t units_of_row(const Product& p) { return std::max(p.blocks, chunks_of(p)) + 16; }
 inline int64_t scratch_size(const Product& p) {
-  return p.m > most_rows ? 0 : chunks_of(p) * chunk_of_x(p).bytes();
+  if (p.m > most_rows) return 0;
+  return chunks_of(p) * chunk_of_x(p).bytes() + p.m * units_of_row(p) * int64_t{sizeof(float)};
+}
+inline int64_t units_at(const Product& p, int64_t row) {
+  return chunks_of(p) * chunk_of_x(p).bytes() + row * units_of_row(p) * int64_t{sizeof(float)};
 }
 
 // The largest rounded value. The high part of int16 is the upper byte of the nearest multiple of 256.
@@ -87,11 +93,11 @@ EQQUANT_INLINE __m512i whole_of(__m512i high, __m512i low) {
   return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 
-// Rounds the values of a chunk of row `i`. `group` values of each plane share a unit.
+// Rounds the values of a chunk of row `i`. `group` values of each plane share a unit. `units` has one for each
+// `of_unit` bytes, times the unit of levels.
 template <int parts>
-void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, const Units* common, int zero,
-                 const ChunkOfX& shape, int i, char* to) {
-  alignas(64) float units[16];
+void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, const Units* common,
+                 const Levels& levels, const ChunkOfX& shape, int i, char* to, int64_t of_unit, float* units) {
   const auto write = [&](int plane, int part, int64_t at, __m128i bytes) {
     char* const place = to + (plane * shape.sums() + i * parts + part) * chunk + at;
     // A masked store takes many times as long.
@@ -104,7 +110,7 @@ void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, con
     const auto bits = _mm512_reduce_max_epi32(_mm512_castps_si512(most));  // NaN is the largest.
     const float largest = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
     const Units of = common ? *common : Units(largest, most_of[parts]);
-    for (int64_t j = begin; j < begin + group; j += 4) units[j / 4] = of.unit;
+    for (int64_t j = begin; j < begin + group; j += of_unit) *units++ = of.unit * levels.unit;
     const __m512 factor = _mm512_set1_ps(of.per_unit);
     for (int64_t j = begin; j < begin + group; j += step)
       read(x, byte + j, [&](__m512 values, int plane) {
@@ -116,26 +122,27 @@ void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, con
   for (int sum = i * parts; sum < (i + 1) * parts; sum++) {
     __m512i correction = _mm512_setzero_si512();
     for (int plane = 0; plane < x.planes; plane++)
-      correction = _mm512_dpbusd_epi32(correction, _mm512_set1_epi8(static_cast<char>(zero)),
+      correction = _mm512_dpbusd_epi32(correction, _mm512_set1_epi8(static_cast<char>(levels.zero)),
                                        _mm512_loadu_si512(to + (plane * shape.sums() + sum) * chunk));
     _mm512_storeu_si512(to + shape.correction(sum) * chunk, _mm512_sub_epi32(_mm512_setzero_si512(), correction));
   }
-  _mm512_storeu_ps(to + shape.unit(i) * chunk, _mm512_load_ps(units));
 }
 
 inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const int64_t group = bytes_of_unit(p), step = std::min<int64_t>(group, 16);
-  const int zero = Levels(p).zero;
+  const Levels levels(p);
   const ChunkOfX shape = chunk_of_x(p);
+  const int64_t of_chunk = ChunkScales(p).of_chunk;
   Activation activation(p);
   for (int64_t i = begin; i < end; i++) {
     const float* const row = activation.row(i);
     const Units common(check_row(p, row), most_of[1]);
     const Planes x(p, row, step);
     const auto round = p.parts == 1 ? round_chunk<1> : round_chunk<2>;
+    float* const units = reinterpret_cast<float*>(scratch + units_at(p, i));
     for (int64_t c = 0; c < chunks_of(p); c++)
-      round(x, c * chunk, group, step, p.rounds_x && p.parts == 1 ? &common : nullptr, zero, shape,
-            static_cast<int>(i), scratch + c * shape.bytes());
+      round(x, c * chunk, group, step, p.rounds_x && p.parts == 1 ? &common : nullptr, levels, shape,
+            static_cast<int>(i), scratch + c * shape.bytes(), chunk / of_chunk, units + c * of_chunk);
   }
 }
 
@@ -149,7 +156,8 @@ struct Operands {
   RowOffsets offsets;
 
   Operands(const Product& p, int64_t end)
-      : levels(p), blocks(p), stored(p), scales(p.scales, p.blocks, end), offsets(p, end) {}
+      : levels(p), blocks(p), stored(p), scales(p.scales, p.blocks, end),
+        offsets(p, end, blocks.chunks_of_block == 1) {}
 };
 
 template <int bits, int rows, int count, int parts, class Stored, bool looks_up>
@@ -171,43 +179,51 @@ struct Tile {
     if constexpr (plane + 1 < planes) multiply<plane + 1>(table, codes, x, sums);
   }
 
-  // Multiplies rows from `row` on by the activation `x`.
-  static void run(const Product& p, Operands<Stored>& from, int64_t row, const char* x) {
-    BlockedRows<rows, Stored> weights(p, from.levels.unit, from.blocks, from.stored, from.scales, row);
+  // Multiplies rows from `row` on by the activation `x`, whose rows have `units`, `stride` apart.
+  static void run(const Product& p, Operands<Stored>& from, int64_t row, const char* x, const float* units,
+                  int64_t stride) {
+    BlockedRows<rows, Stored> weights(p, 1, from.blocks, from.stored, from.scales, row);
     const __m512i table = Int8Vector::table(from.levels.values);
-    int64_t chunks = chunks_of(p);
-    __m512 totals[rows][count];
-    for (auto& of_row : totals)
-      for (auto& total : of_row) total = _mm512_setzero_ps();
-    do {  // At least one iteration: a loop that may be empty compiles to slower code.
-      weights.read();
-      Sums sums;
-      for (int i = 0; i < shape.sums(); i++) {
-        const __m512i correction = _mm512_loadu_si512(x + shape.correction(i) * chunk);
-        for (int r = 0; r < rows; r++) sums[r][i] = correction;
-      }
-      multiply<0>(table, weights.of, x, sums);
-      for (int i = 0; i < count; i++) {
-        const __m512 units = _mm512_loadu_ps(x + shape.unit(i) * chunk);
-        for (int r = 0; r < rows; r++) {
-          const __m512i sum = parts == 1 ? sums[r][i] : whole_of(sums[r][i * parts], sums[r][i * parts + parts - 1]);
-          totals[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(weights.scale(r), units), totals[r][i]);
+    // The scales of a span, times the units of the activation.
+    __m512 scales[rows][count], totals[rows][count];
+    unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { totals[r][i] = _mm512_setzero_ps(); }); });
+    do {
+      unrolled<count>([&](auto i) {
+        const __m512 of_span = _mm512_loadu_ps(units + i * stride + weights.group);
+        unrolled<rows>([&](auto r) { scales[r][i] = _mm512_mul_ps(weights.of_span[r], of_span); });
+      });
+      from.offsets.add_span(weights.group, weights.of_span, totals);
+      do {
+        weights.read();
+        Sums sums;
+        for (int i = 0; i < shape.sums(); i++) {
+          const __m512i correction = _mm512_loadu_si512(x + shape.correction(i) * chunk);
+          for (int r = 0; r < rows; r++) sums[r][i] = correction;
         }
-      }
-      weights.next();
-      x += shape.bytes();
-    } while (--chunks);
+        multiply<0>(table, weights.of, x, sums);
+        unrolled<count>([&](auto i) {
+          unrolled<rows>([&](auto r) {
+            const __m512i sum = parts == 1 ? sums[r][i] : whole_of(sums[r][i * parts], sums[r][i * parts + parts - 1]);
+            const __m512 scale = _mm512_permutexvar_ps(weights.lanes, scales[r][i]);
+            totals[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, totals[r][i]);
+          });
+        });
+        weights.next_in_span();
+        x += shape.bytes();
+      } while (weights.chunks && weights.left > 0);
+    } while (weights.next_span());
     __m512 all[rows][count];  // Not `totals`, which would not stay in registers.
-    for (int r = 0; r < rows; r++)
-      for (int i = 0; i < count; i++) all[r][i] = _mm512_mul_ps(totals[r][i], _mm512_set1_ps(weights.unit_of(r)));
+    unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { all[r][i] = totals[r][i]; }); });
     from.offsets.add(row, weights.scales, 0, all);
     float* y = p.y + row;
     for (int i = 0; i < count; i++, y += p.rows) {
-      alignas(16) float of[4];
+      alignas(16) float of[4] = {};
       if constexpr (rows == 4)
         _mm_store_ps(of, Vector::sum_four(all[0][i], all[1][i], all[2][i], all[3][i]));
       else
         for (int r = 0; r < rows; r++) of[r] = Vector::sum(all[r][i]);
+      // Weights with offsets have the unit 1.
+      _mm_store_ps(of, _mm_mul_ps(_mm_load_ps(of), _mm_load_ps(weights.units)));
       std::memcpy(y, of, rows * sizeof(float));
     }
   }
@@ -216,10 +232,11 @@ struct Tile {
 template <int bits, class Stored, bool looks_up>
 void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Operands<Stored> from(p, end);
+  const float* const units = reinterpret_cast<const float*>(scratch + units_at(p, 0));
   with_constant<most_rows>(static_cast<int>(p.m), [&](auto count) {
     with_constant<bits < least_bits_of_parts ? 1 : 2>(p.parts, [&](auto parts) {
       by_fours(begin, end, [&](auto rows, int64_t row) {
-        Tile<bits, rows, count, parts, Stored, looks_up>::run(p, from, row, scratch);
+        Tile<bits, rows, count, parts, Stored, looks_up>::run(p, from, row, scratch, units, units_of_row(p));
       });
     });
   });
