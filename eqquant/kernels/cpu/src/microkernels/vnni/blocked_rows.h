@@ -63,8 +63,8 @@ struct Place {
   }
 };
 
-// Reads `rows` rows chunk by chunk: codes in `of`, and a scale for each lane. The scales of a span are in registers, and
-// lanes look them up.
+// Reads `rows` rows chunk by chunk: codes in `of`, and a scale for each lane. The scales of a span are in registers,
+// where lanes look them up.
 template <int rows, class Stored>
 struct BlockedRows {
   const ChunkScales& blocks;
@@ -86,7 +86,8 @@ struct BlockedRows {
         row_bytes(stored.bytes_of_row(p)), far(p.far_from(codes)), left(p.packed),
         scales(blocks.exponents ? Numbers() : in_order.of(row, rows)),
         integers(static_cast<const uint8_t*>(p.scales.inner) + row * p.blocks),
-        exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents), of_block(blocks.chunks_of_block) {
+        exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents),
+        of_block(blocks.chunks_of_block) {
     // A power of two for the whole row is part of the unit.
     const __m128 unit = _mm_set1_ps(level_unit);
     _mm_store_ps(units, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<rows>(exponents)) : unit);
