@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "decode/states.h"
 #include "decode/unpack.h"
 #include "encode/relayout.h"
 #include "runtime/loop.h"
@@ -312,6 +313,43 @@ bool check_rounding() {
 }
 
 // Compares moves of bits with a loop over bits.
+// Returns code `i` of a block of `run` codes with a history. See decode/states.h.
+int code_with_history(const uint8_t* block, int64_t run, int bits, int64_t i) {
+  if (bits == 4) return block[i / 2] >> 4 * (i % 2) & 15;
+  const int low = block[i / 4] >> 2 * (i % 4) & 3;
+  if (bits == 2) return low;
+  const int64_t byte = i / 4, half = run / 8;
+  const int pair = block[run / 4 + byte % half] >> 2 * (i % 4);
+  return low | (pair >> (byte / half) & 1) << 2;
+}
+
+bool check_states(int best) {
+  const int bits = 2 + below(3), needs = 1 + below(best);
+  const int64_t run = below(2) ? 64 * (1 + below(5)) : 8 * (1 + below(60)), groups = 1 + below(20);
+  const int64_t bytes = run * bits / 8;
+  eqquant::LinearTable table{};
+  for (uint8_t& level : table.levels) level = static_cast<uint8_t>(below(256));
+  for (int i = 0; i < 3 + bits; i++) table.masks[i] = below(1 << eqquant::state_bits);
+  std::unique_ptr<uint8_t[]> codes(new uint8_t[groups * bytes]), levels(new uint8_t[groups * run]);
+  for (int64_t i = 0; i < groups * bytes; i++) codes[i] = static_cast<uint8_t>(below(256));
+  Product p{};
+  p.run = run, p.stored_bits = bits, p.bits = 8, p.has_history = true, p.linear_table = &table;
+  p.unpack_states = eqquant::states_unpacker(needs);
+  eqquant::unpack(p, codes.get(), groups, levels.get());
+  bool fine = true;
+  for (int64_t group = 0; group < groups; group++)
+    for (int64_t i = 0, state = 0; i < run; i++) {
+      const int64_t code = code_with_history(codes.get() + group * bytes, run, bits, i);
+      state = state >> bits | code << (eqquant::state_bits - bits);
+      int index = 0;
+      for (int bit = 0; bit < eqquant::LinearTable::most_masks; bit++)
+        index |= __builtin_parity(static_cast<unsigned>(state & table.masks[bit])) << bit;
+      fine &= levels[group * run + i] == table.levels[index];
+    }
+  if (!fine) std::printf("states: wrong; %d bits, %ld codes, instructions %d\n", bits, long(run), needs);
+  return fine;
+}
+
 bool check_relayout() {
   using eqquant::Layout;
   using eqquant::Move;
@@ -443,6 +481,10 @@ int main(int argc, char** argv) {
   wrong = 0;
   for (int i = 0; i < 2 * times; i++) wrong += !check_relayout();
   std::printf("%d layouts, %d wrong\n", 2 * times, wrong);
+  failed += wrong;
+  wrong = 0;
+  for (int i = 0; i < 2 * times && best; i++) wrong += !check_states(best);
+  std::printf("%d arrays with a history, %d wrong\n", 2 * times, wrong);
   failed += wrong;
   failed += !check_order() + !check_loop() + !check_far();
   return failed != 0;

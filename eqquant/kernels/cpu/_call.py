@@ -28,6 +28,8 @@ from ._library import load
 _scale_types = {"float32": 0, "bfloat16": 1, "float16": 2}
 _integer_types = {"uint8": 3, "int8": 4}
 _exponent, _float8 = 7, 8
+# The numbers of a linear table.
+_most_levels, _most_masks = 128, 8
 # The bits of the exponent of each float8 kind.
 _exponent_bits = {None: 0, "e4m3fn": 4, "e5m2": 5}
 
@@ -172,9 +174,9 @@ def unpacked_bits(format: Format) -> int:
 
 def _levels(format: Format) -> Float[Array, " levels"]:
     """Return the level of each 4-bit value. A narrower code is the lowest bits. With a
-    history, return the level of each state."""
+    history, return the levels of the linear table, and its masks."""
     if format.history:
-        return jnp.asarray(_level_of_states(format))
+        return jnp.asarray(_linear_table(format))
     if unpacked_bits(format) == 8:
         # Such codes need no table. Its values differ, because XLA would compile a
         # kernel that fills a constant one.
@@ -186,12 +188,13 @@ def _levels(format: Format) -> Float[Array, " levels"]:
 
 
 @ft.cache
-def _level_of_states(format: Format) -> np.ndarray:
-    def table() -> np.ndarray:
-        states = jnp.arange(2 ** (format.bits * (format.history + 1)))
-        return np.asarray(format.levels(states, jnp.float32))
-
-    return apart(table)
+def _linear_table(format: Format) -> np.ndarray:
+    """Return `LinearTable` of `src/decode/states.h` as numbers."""
+    table = np.zeros(_most_levels + _most_masks, np.float32)
+    linear = format.linear_table
+    table[: len(linear.levels)] = linear.levels
+    table[_most_levels:][: len(linear.masks)] = linear.masks
+    return table
 
 
 def has_int8_levels(format: Format) -> bool:

@@ -142,8 +142,8 @@ def why_unsupported(product: Product) -> str | None:
 
 def _is_known(format: Format) -> bool:
     """Return whether the kernels decode codes with this history to int8 levels."""
-    states = format.bits * (format.history + 1)
-    return format.bits in (2, 3, 4) and states == 12 and format.integer_levels
+    state_bits = format.bits * (format.history + 1)
+    return format.bits in (2, 3, 4) and state_bits == 12 and bool(format.linear_table)
 
 
 def _block(product: Product) -> int:

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <memory>
 
-#include "decode/states.h"
 #include "decode/unpack.h"
 #include "runtime/target.h"
 
@@ -216,7 +215,7 @@ Unpacker* unpacker(const Product& p) {
 }  // namespace
 
 void unpack(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to) {
-  if (p.has_history) return unpack_states(p, from, groups, to);
+  if (p.has_history) return p.unpack_states(p, from, groups, to);
   unpacker(p)(from, groups, p.run * p.stored_bits / p.bits, p.run, p.far_from(from), to);
 }
 

@@ -170,9 +170,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   if (bits < 1 || bits > 8 || bits == 7) return invalid("bits must be 1 to 6, or 8");
   if (exponent && (bits != 8 || exponent < 4 || exponent > 5))
     return invalid("floats must have 8 bits, 4 or 5 of them of exponent");
-  const bool has_history = levels.element_count() == num_states;
-  if (levels.element_count() != 16 && !has_history)
-    return invalid("there must be 16 levels, or one for each state");
+  const bool has_history = levels.element_count() == LinearTable::numbers;
+  if (levels.element_count() != 16 && !has_history) return invalid("there must be 16 levels, or a linear table");
   if (has_history && (bits < 2 || bits > 4)) return invalid("codes with a history must have 2 to 4 bits");
 
   const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scales = scales.dimensions(),
@@ -212,12 +211,11 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   p.rounds_x = rounds_x;
   p.contract_rows = contract_rows;
   p.levels = levels.typed_data();
-  std::vector<uint8_t> level_of_state;
+  LinearTable table;
   if (has_history) {
-    const float* const first = p.levels;
-    std::transform(first, first + num_states, std::back_inserter(level_of_state),
-                   [](float level) { return static_cast<uint8_t>(static_cast<int8_t>(level)); });
-    p.level_of_state = level_of_state.data();
+    table = LinearTable(p.levels);
+    p.linear_table = &table;
+    p.unpack_states = states_unpacker(found->needs);
   }
   p.parts = found->parts;
   p.level_unit = level_unit;

@@ -61,6 +61,9 @@ struct Scales {
 // Shifts leave the codes of a row in *plane order* (plane, byte), so rows are used in that order. The
 // activation is permuted to it, or the result is permuted from it. In logical order, a run of `run` bytes
 // of one plane is followed by the same run of the next plane.
+struct LinearTable;
+using StatesUnpacker = void(const struct Product& p, const uint8_t* from, int64_t groups, uint8_t* to);
+
 struct Product {
   const void* x;          // (m, columns), or (m, rows) where rows are contracted
   const uint8_t* codes;   // (rows, stored_bytes)
@@ -85,9 +88,10 @@ struct Product {
   // other fields describe the unpacked codes.
   int stored_bits;
   // True if a level depends on the codes before (decode/states.h). These codes are unpacked to int8 levels:
-  // `level_of_state` has one for each state.
+  // `linear_table` has the levels.
   bool has_history;
-  const uint8_t* level_of_state;
+  const LinearTable* linear_table;
+  StatesUnpacker* unpack_states;
   bool bfloat16_x;
   bool contract_rows;
   // The levels of all 16 four-bit codes; narrower codes repeat. 8-bit codes are signed integers, or floats

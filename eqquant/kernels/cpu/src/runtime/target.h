@@ -40,6 +40,9 @@
 #elif defined(EQQUANT_TARGET_AVX512)
 #define EQQUANT_NAMESPACE avx512
 #define EQQUANT_FEATURES EQQUANT_AVX512_FEATURES
+#elif defined(EQQUANT_TARGET_GFNI)
+#define EQQUANT_NAMESPACE gfni
+#define EQQUANT_FEATURES EQQUANT_AVX512_FEATURES ",avx512vbmi,gfni"
 #elif defined(EQQUANT_TARGET_VNNI)
 #define EQQUANT_NAMESPACE vnni
 #define EQQUANT_FEATURES EQQUANT_AVX512_FEATURES ",avx512vnni"
@@ -47,7 +50,7 @@
 #define EQQUANT_TARGET_AMX
 #define EQQUANT_NAMESPACE amx
 #define EQQUANT_FEATURES \
-  EQQUANT_AVX512_FEATURES ",avx512vnni,avx512vbmi,avx512bf16,amx-tile,amx-int8,amx-bf16"
+  EQQUANT_AVX512_FEATURES ",avx512vnni,avx512vbmi,gfni,avx512bf16,amx-tile,amx-int8,amx-bf16"
 #endif
 #endif
 

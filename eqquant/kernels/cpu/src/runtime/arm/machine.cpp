@@ -1,3 +1,4 @@
+#include "decode/states.h"
 #include "runtime/machine.h"
 
 #if defined(__linux__)
@@ -46,6 +47,9 @@ const Kernel kernels[] = {
 
 extern const Routine offsets_neon;
 const Routine& offsets_routine(int) { return offsets_neon; }
+
+StatesUnpacker unpack_states_neon;
+StatesUnpacker* states_unpacker(int) { return unpack_states_neon; }
 
 Rounder round_neon;
 Rounder* rounder(int) { return round_neon; }

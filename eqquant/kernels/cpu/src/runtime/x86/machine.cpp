@@ -2,6 +2,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "decode/states.h"
 #include "runtime/machine.h"
 
 namespace eqquant {
@@ -29,6 +30,12 @@ bool has_amx() {
   // Tiles of bfloat16, tiles, and tiles of int8.
   const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
   return tiles && bytes && has_bfloat16() && may_use_tiles();
+}
+
+// Byte lookups (VBMI) and matrices of bits (GFNI). Of the CPUs with VNNI, only the first ones lack them.
+bool has_bit_matrices() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1) && (c >> 8 & 1);
 }
 
 // float16 conversions. Some compilers have no name for this feature.
@@ -81,6 +88,12 @@ const Kernel kernels[] = {
 
 extern const Routine offsets_avx2, offsets_avx512;
 const Routine& offsets_routine(int instructions) { return instructions < avx512 ? offsets_avx2 : offsets_avx512; }
+
+StatesUnpacker unpack_states_avx2, unpack_states_gfni;
+StatesUnpacker* states_unpacker(int instructions) {
+  static const bool is_fast = has_bit_matrices();
+  return is_fast && instructions >= avx512 ? unpack_states_gfni : unpack_states_avx2;
+}
 
 Rounder round_avx2, round_avx512;
 Rounder* rounder(int instructions) { return instructions < avx512 ? round_avx2 : round_avx512; }

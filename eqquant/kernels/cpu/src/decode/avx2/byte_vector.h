@@ -1,0 +1,103 @@
+// Vectors of bytes that decode codes with a history, in AVX2.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "decode/parities.h"
+#include "runtime/target.h"
+
+EQQUANT_BEGIN
+
+struct ByteVector {
+  static constexpr int64_t size = 32;
+  using Bytes = __m256i;
+  // The low and the high four bits of each byte.
+  struct Input {
+    __m256i low, high;
+  };
+
+  static EQQUANT_INLINE Bytes load(const uint8_t* at, int64_t count) {
+    if (count == size) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    if (count == size / 2) return _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    uint8_t some[size] = {};
+    std::memcpy(some, at, count);
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(some));
+  }
+  template <int zeros>
+  static EQQUANT_INLINE Bytes load_after_zeros(const uint8_t* at, int64_t count) {
+    const __m256i x = load(at, count), low_half_above_zeros = _mm256_permute2x128_si256(x, x, 0x08);
+    return _mm256_alignr_epi8(x, low_half_above_zeros, 16 - zeros);
+  }
+  static EQQUANT_INLINE void store(uint8_t* to, Bytes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
+  static EQQUANT_INLINE void store(uint8_t* to, Bytes x, int64_t count) {
+    uint8_t all[size];
+    store(all, x);
+    std::memcpy(to, all, count);
+  }
+  static EQQUANT_INLINE Input input(Bytes x) {
+    const __m256i four = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x, four), _mm256_and_si256(_mm256_srli_epi16(x, 4), four)};
+  }
+  static EQQUANT_INLINE Bytes add(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
+  // Moves odd bits to the even bits below.
+  static EQQUANT_INLINE Bytes halve(Bytes x) { return _mm256_srli_epi16(x, 1); }
+  // Interleaves groups of `bytes` bytes of the low, or high, half of each lane.
+  template <int bytes, bool high>
+  static EQQUANT_INLINE Bytes interleave(Bytes a, Bytes b) {
+    if constexpr (bytes == 1) return high ? _mm256_unpackhi_epi8(a, b) : _mm256_unpacklo_epi8(a, b);
+    return high ? _mm256_unpackhi_epi16(a, b) : _mm256_unpacklo_epi16(a, b);
+  }
+
+  // Moves columns so that registers are in order after interleaving: part i of lane j is part j of register i.
+  template <int planes>
+  struct Order {
+    EQQUANT_INLINE Bytes place(Bytes x) const {
+      if constexpr (planes == 2) return _mm256_permute4x64_epi64(x, 0xD8);
+      return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+    }
+  };
+  // Bit i of a result is the parity of the bits of a byte that mask i selects.
+  struct Map {
+    __m256i of_low, of_high;
+    Map() = default;
+    explicit Map(const uint8_t* masks) {
+      uint8_t low[16], high[16];
+      find_parities(masks, 0, low), find_parities(masks, 4, high);
+      of_low = twice(low), of_high = twice(high);
+    }
+    EQQUANT_INLINE Bytes of(const Input& x) const {
+      return add(_mm256_shuffle_epi8(of_low, x.low), _mm256_shuffle_epi8(of_high, x.high));
+    }
+  };
+  template <int count>
+  struct Table {
+    __m256i parts[count / 16];
+    explicit Table(const uint8_t* levels) {
+      for (int i = 0; i < count / 16; i++) parts[i] = twice(levels + 16 * i);
+    }
+    EQQUANT_INLINE Bytes look_up(Bytes index) const { return look_up<0, count / 16>(index); }
+
+   private:
+    // Chooses by bit 4 of the index between two parts, by bit 5 between two pairs, and so on.
+    template <int first, int of>
+    EQQUANT_INLINE Bytes look_up(Bytes index) const {
+      if constexpr (of == 1) {
+        return _mm256_shuffle_epi8(parts[first], index);
+      } else {
+        constexpr int bit = of == 2 ? 4 : of == 4 ? 5 : 6;
+        return _mm256_blendv_epi8(look_up<first, of / 2>(index), look_up<first + of / 2, of / 2>(index),
+                                  _mm256_slli_epi16(index, 7 - bit));
+      }
+    }
+  };
+
+ private:
+  static __m256i twice(const uint8_t* at) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  }
+};
+
+EQQUANT_END

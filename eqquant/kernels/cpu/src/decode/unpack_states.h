@@ -1,0 +1,147 @@
+// Decodes codes with a history, for any `ByteVector`.
+//
+// The index of a level is linear in the bits of a window of the stream, so it is the sum (XOR) of an index for each byte
+// of the window. A vector has a byte for each column: the codes that share a byte.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "decode/byte_vector.h"
+#include "decode/states.h"
+#include "products/unrolled.h"
+#include "runtime/product.h"
+#include "runtime/target.h"
+
+EQQUANT_BEGIN
+
+template <int bits>
+class States {
+  static constexpr int planes = bits == 4 ? 2 : 4;
+  static constexpr int64_t size = ByteVector::size;
+  // The bytes of a window: a column and the columns before it. For 3 bits, also the high bits of two columns.
+  static constexpr int columns_of_window = bits == 2 ? 3 : 2, bytes_of_window = bits == 3 ? 4 : columns_of_window;
+  using Bytes = ByteVector::Bytes;
+  using Map = ByteVector::Map;
+
+  LinearTable table;
+  Map maps[planes][bytes_of_window];
+  ByteVector::Table<bits == 2 ? 32 : bits == 3 ? 64 : 128> levels;
+  ByteVector::Order<planes> order;
+  // For 3 bits and some blocks: zero, and the high bits of each column, in even bits.
+  std::vector<uint8_t> high_bits;
+
+  // The byte of a window that has bit `bit` of a state, and the place of the bit in it. States end in a plane.
+  struct Place {
+    int byte, bit;
+  };
+  static Place place_of(int plane, int bit) {
+    constexpr int of_codes = state_bits / bits;
+    const int code = plane + 1 - of_codes + bit / bits, back = code < 0 ? (-code + planes - 1) / planes : 0;
+    const int in_column = code + back * planes;
+    if (bits != 3) return {back, in_column * bits + bit % bits};
+    return bit % 3 == 2 ? Place{columns_of_window + back, 2 * in_column} : Place{back, 2 * in_column + bit % 3};
+  }
+
+ public:
+  explicit States(const LinearTable& table) : table(table), levels(table.levels) {
+    for (int plane = 0; plane < planes; plane++) {
+      uint8_t masks[bytes_of_window][8] = {};
+      for (int i = 0; i < LinearTable::most_masks; i++)
+        for (int bit = 0; bit < state_bits; bit++) {
+          const Place at = place_of(plane, bit);
+          masks[at.byte][i] = static_cast<uint8_t>(masks[at.byte][i] | (table.masks[i] >> bit & 1) << at.bit);
+        }
+      for (int byte = 0; byte < bytes_of_window; byte++) maps[plane][byte] = Map(masks[byte]);
+    }
+  }
+  // The states of a table. They are kept, because preparing them takes as long as decoding some thousand codes.
+  static States& of(const LinearTable& table) {
+    thread_local std::unique_ptr<States> last;
+    if (!last || std::memcmp(&last->table, &table, sizeof table)) last = std::make_unique<States>(table);
+    return *last;
+  }
+
+  // Unpacks `groups` blocks of `run` codes.
+  void unpack(const uint8_t* from, int64_t groups, int64_t run, int64_t far, uint8_t* to) {
+    // Long before they are read: loads of bytes that were just stored by several instructions are slow.
+    constexpr int64_t at_once = bits == 3 ? 16 : 1;
+    const int64_t columns = run / planes, bytes = run * bits / 8;
+    high_bits.resize(bits == 3 ? at_once * space(columns) : 0);
+    for (int64_t first = 0; first < groups; first += at_once) {
+      const int64_t some = std::min(at_once, groups - first);
+      if constexpr (bits == 3)
+        for (int64_t i = 0; i < some; i++) {
+          const uint8_t* const high = from + i * bytes + columns;
+          const int64_t half = columns / 2;
+          for (int part = 0; part < 2; part++)
+            for (int64_t j = 0; j < half; j += size) {
+              const Bytes x = ByteVector::load(high + j, std::min(size, half - j));
+              ByteVector::store(&high_bits[i * space(columns) + 1 + part * half + j], part ? ByteVector::halve(x) : x);
+            }
+        }
+      for (int64_t i = 0; i < some; i++, from += bytes) {
+        for (int64_t line = 0; line < bytes; line += 64) prefetch(from + line, far);
+        const uint8_t* const high = high_bits.data() + i * space(columns);
+        for (int64_t j = 0; j < columns; j += size)
+          unpack(from, high, j, std::min(size, columns - j), to + j * planes);
+        to += run;
+      }
+    }
+  }
+
+ private:
+  static int64_t space(int64_t columns) { return 1 + columns + size; }
+
+  // Unpacks `count` columns from column `i` of a block on.
+  EQQUANT_INLINE void unpack(const uint8_t* from, const uint8_t* high, int64_t i, int64_t count, uint8_t* to) const {
+    ByteVector::Input window[bytes_of_window];
+    unrolled<columns_of_window>([&](auto back) {
+      const Bytes some = back == 0 ? ByteVector::load(from + i, count)
+                         : i > 0   ? ByteVector::load(from + i - back, count)
+                                   : ByteVector::template load_after_zeros<back>(from, count);
+      window[back] = ByteVector::input(order.place(some));
+    });
+    if constexpr (bits == 3)
+      unrolled<2>([&](auto back) {
+        const Bytes some = ByteVector::load(high + 1 + i - back, count);
+        window[columns_of_window + back] = ByteVector::input(order.place(some));
+      });
+    Bytes of[planes];
+    unrolled<planes>([&](auto plane) {
+      Bytes index = maps[plane][0].of(window[0]);
+      unrolled<bytes_of_window - 1>([&](auto byte) {
+        // Of codes of 2 bits, only the first of a column reaches back to the third byte.
+        if (bits == 2 && byte == 1 && plane > 0) return;
+        index = ByteVector::add(index, maps[plane][byte + 1].of(window[byte + 1]));
+      });
+      of[plane] = levels.look_up(index);
+    });
+    if constexpr (planes == 4) {
+      const Bytes low = ByteVector::interleave<1, false>(of[0], of[1]), high = ByteVector::interleave<1, true>(of[0], of[1]);
+      const Bytes low_of = ByteVector::interleave<1, false>(of[2], of[3]);
+      const Bytes high_of = ByteVector::interleave<1, true>(of[2], of[3]);
+      of[0] = ByteVector::interleave<2, false>(low, low_of), of[1] = ByteVector::interleave<2, true>(low, low_of);
+      of[2] = ByteVector::interleave<2, false>(high, high_of), of[3] = ByteVector::interleave<2, true>(high, high_of);
+    } else {
+      const Bytes low = ByteVector::interleave<1, false>(of[0], of[1]);
+      of[1] = ByteVector::interleave<1, true>(of[0], of[1]), of[0] = low;
+    }
+    unrolled<planes>([&](auto part) {
+      const int64_t left = count * planes - part * size;
+      if (left >= size) ByteVector::store(to + part * size, of[part]);
+      else if (left > 0) ByteVector::store(to + part * size, of[part], left);
+    });
+  }
+};
+
+inline void unpack_states(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to) {
+  const auto unpack = [&](auto& states) { states.unpack(from, groups, p.run, p.far_from(from), to); };
+  if (p.stored_bits == 2) return unpack(States<2>::of(*p.linear_table));
+  if (p.stored_bits == 3) return unpack(States<3>::of(*p.linear_table));
+  unpack(States<4>::of(*p.linear_table));
+}
+
+EQQUANT_END
