@@ -1,7 +1,7 @@
 // Decodes codes with a history, for any `ByteVector`.
 //
-// The index of a level is linear in the bits of a window of the stream, so it is the sum (XOR) of an index for each byte
-// of the window. A vector has a byte for each column: the codes that share a byte.
+// The index of a level is linear in the bits of a window of the stream, so it is the sum (XOR) of an index for each
+// byte of the window. A vector has a byte for each column: the codes that share a byte.
 #pragma once
 
 #include <algorithm>
@@ -120,7 +120,8 @@ class States {
       of[plane] = levels.look_up(index);
     });
     if constexpr (planes == 4) {
-      const Bytes low = ByteVector::interleave<1, false>(of[0], of[1]), high = ByteVector::interleave<1, true>(of[0], of[1]);
+      const Bytes low = ByteVector::interleave<1, false>(of[0], of[1]);
+      const Bytes high = ByteVector::interleave<1, true>(of[0], of[1]);
       const Bytes low_of = ByteVector::interleave<1, false>(of[2], of[3]);
       const Bytes high_of = ByteVector::interleave<1, true>(of[2], of[3]);
       of[0] = ByteVector::interleave<2, false>(low, low_of), of[1] = ByteVector::interleave<2, true>(low, low_of);

@@ -61,7 +61,9 @@ struct ByteVector {
       find_parities(masks, 0, low), find_parities(masks, 4, high);
       of_low = vld1q_u8(low), of_high = vld1q_u8(high);
     }
-    EQQUANT_INLINE Bytes of(const Input& x) const { return add(vqtbl1q_u8(of_low, x.low), vqtbl1q_u8(of_high, x.high)); }
+    EQQUANT_INLINE Bytes of(const Input& x) const {
+      return add(vqtbl1q_u8(of_low, x.low), vqtbl1q_u8(of_high, x.high));
+    }
   };
   template <int count>
   struct Table {

@@ -20,30 +20,37 @@ constexpr int64_t chunk = 64;  // Bytes of codes.
 inline int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chunk; }
 
 // The scales of a row, chunk by chunk. A chunk has `of_chunk` blocks, or a block has `chunks_of_block` chunks.
+//
+// A group is what has one scale and one sum of integers: a block, or some chunks of a longer block. A span is what is
+// read at once: sixteen groups.
 struct ChunkScales {
   // Double quantization has an exponent for 256 blocks.
   static constexpr int64_t blocks_of_exponent = 256;
-  // Scales are read for this number of groups at once. A group is a block, or a chunk of a longer block.
   static constexpr int64_t groups_of_span = 16;
   // `exponents` are the exponents of a row; 0 for other types of scales.
-  int64_t blocks, of_chunk, chunks_of_block, chunks_of_span, exponents;
-  bool are_in_spans;  // True if a span has whole blocks, or only chunks of one block otherwise.
-  // The block of each group of such a span; the group of each lane; and the number of groups per chunk.
+  int64_t blocks, of_chunk, chunks_of_block, exponents;
+  int64_t chunks_of_group = 1, groups_of_block, chunks_of_span;
+  bool are_in_spans;  // True if a span has whole blocks, and otherwise only groups of one block.
+  // The block of each group of a span; the group of each lane; and the number of groups that a chunk, or a group, has.
   __m512i of_group, lanes, step;
 
-  explicit ChunkScales(const Product& p)
+  // `most_chunks` is the limit of a group.
+  explicit ChunkScales(const Product& p, int64_t most_chunks = 1)
       : blocks(p.blocks),
         of_chunk(blocks > 1 ? std::max<int64_t>(1, chunk / p.block_bytes()) : 1),
         chunks_of_block(std::max<int64_t>(1, (p.block_bytes() + chunk - 1) / chunk)),
-        chunks_of_span(groups_of_span / of_chunk),
         exponents(p.scales.type == ScaleType::uint8 && p.scales.outer_type == ScaleType::exponent &&
                           p.scales.outer_blocks == blocks_of_exponent
                       ? p.scales.outer_count(blocks)
                       : 0) {
-    are_in_spans = groups_of_span % chunks_of_block == 0;
+    for (int64_t i = 2; i <= std::min(most_chunks, chunks_of_block); i++)
+      if (chunks_of_block % i == 0) chunks_of_group = i;
+    groups_of_block = chunks_of_block / chunks_of_group;
+    chunks_of_span = groups_of_span / of_chunk * chunks_of_group;
+    are_in_spans = groups_of_span % groups_of_block == 0;
     alignas(64) int32_t of[16], block[16];
     for (int i = 0; i < 16; i++) of[i] = static_cast<int32_t>(i * of_chunk / 16);
-    for (int i = 0; i < 16; i++) block[i] = static_cast<int32_t>(are_in_spans ? i / chunks_of_block : 0);
+    for (int i = 0; i < 16; i++) block[i] = static_cast<int32_t>(are_in_spans ? i / groups_of_block : 0);
     lanes = _mm512_load_si512(of), of_group = _mm512_load_si512(block);
     step = _mm512_set1_epi32(static_cast<int>(of_chunk));
   }
@@ -74,7 +81,7 @@ struct BlockedRows {
   Numbers scales;           // Unused for `integers` times powers of two, which are read as they are stored.
   const uint8_t *integers, *exponents;
   int64_t group, after = 0, chunks;  // The first group of the span, the group after it, and the chunks that remain.
-  int64_t block = 0, of_block;       // The first block after the span; and its chunks, unless spans have whole blocks.
+  int64_t block = 0, of_block;       // The first block after the span; and its groups, unless spans have whole blocks.
   __m512i lanes, of[rows];
   __m512 of_span[rows];
   alignas(16) float units[4];
@@ -87,7 +94,7 @@ struct BlockedRows {
         scales(blocks.exponents ? Numbers() : in_order.of(row, rows)),
         integers(static_cast<const uint8_t*>(p.scales.inner) + row * p.blocks),
         exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents),
-        of_block(blocks.chunks_of_block) {
+        of_block(blocks.groups_of_block) {
     // A power of two for the whole row is part of the unit.
     const __m128 unit = _mm_set1_ps(level_unit);
     _mm_store_ps(units, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<rows>(exponents)) : unit);
@@ -110,14 +117,15 @@ struct BlockedRows {
     if (blocks.are_in_spans) {
       after += ChunkScales::groups_of_span;
       read_scales(block, first(blocks.blocks - block));
-      block += ChunkScales::groups_of_span / blocks.chunks_of_block;
+      block += ChunkScales::groups_of_span / blocks.groups_of_block;
     } else {
-      chunks = std::min(chunks, of_block);
-      of_block -= chunks, after += chunks;
+      const int64_t groups = std::min(ChunkScales::groups_of_span, of_block);
+      chunks = groups * blocks.chunks_of_group;
+      of_block -= groups, after += groups;
       read_scales(block, 1);
-      if (!of_block) block++, of_block = blocks.chunks_of_block;
+      if (!of_block) block++, of_block = blocks.groups_of_block;
     }
-    if (blocks.chunks_of_block == 1) return;
+    if (blocks.groups_of_block == 1) return;
     for (__m512& scale : of_span) scale = _mm512_permutexvar_ps(blocks.of_group, scale);
   }
   // Reads the scales of blocks from `block` on. The scales of all rows are a stream of their own, which is prefetched
@@ -156,13 +164,11 @@ struct BlockedRows {
   // The scale of each 32-bit lane of a row.
   EQQUANT_INLINE __m512 scale(int r) const { return _mm512_permutexvar_ps(lanes, of_span[r]); }
   EQQUANT_INLINE void next() {
-    next_in_span();
+    next_chunk(), next_group();
     if (!chunks) next_span();
   }
-  EQQUANT_INLINE void next_in_span() {
-    codes += stored.bytes, left -= chunk, chunks--;
-    lanes = _mm512_add_epi32(lanes, blocks.step);
-  }
+  EQQUANT_INLINE void next_chunk() { codes += stored.bytes, left -= chunk, chunks--; }
+  EQQUANT_INLINE void next_group() { lanes = _mm512_add_epi32(lanes, blocks.step); }
   // Returns false at the end of the row.
   EQQUANT_INLINE bool next_span() {
     if (left <= 0) return false;

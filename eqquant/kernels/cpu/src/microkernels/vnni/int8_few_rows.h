@@ -33,6 +33,10 @@ namespace few_rows {
 
 // The most rows of the activation: with four rows of the weight, registers hold no more sums.
 constexpr int most_rows = 2;
+// The most chunks of a block whose products have one sum, which int32 holds. Only int8 levels that were unpacked, which
+// have long blocks: with short ones, a loop over one chunk takes 5% of the time.
+template <int bits, class Stored>
+constexpr int64_t most_chunks = bits == 8 && !Stored::is_prefetched ? 16 : 1;
 // Narrower codes are not multiplied by two parts of the activation: each part adds tiles to the library.
 constexpr int least_bits_of_parts = 4;
 
@@ -44,6 +48,10 @@ inline bool serves(const Product& p) {
 
 // True if codes are unpacked in registers.
 inline bool reads_stored(const Product& p) { return serves(p) && are_dense(p); }
+
+inline int64_t most_chunks_of(const Product& p) {
+  return p.bits == 8 && p.is_unpacked() && !reads_stored(p) ? most_chunks<8, UnpackedBytes> : 1;
+}
 
 // The bytes of a chunk whose values share a unit: a block of codes of fewer than 8 bits, or the chunk.
 inline int64_t bytes_of_unit(const Product& p) {
@@ -65,7 +73,7 @@ EQQUANT_INLINE void read(const Planes& x, int64_t byte, const Use& use) {
 }
 
 // The activation is chunk by chunk. A chunk has registers of 64 bytes: int8 values (plane, row, part), and the
-// corrections of these sums (row, part).
+// corrections of the sums (row, part), which the first chunk of a group has for the whole group.
 struct ChunkOfX {
   int rows, parts, planes;
 
@@ -93,26 +101,31 @@ EQQUANT_INLINE __m512i whole_of(__m512i high, __m512i low) {
   return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 
-// Rounds the values of a chunk of row `i`. `group` values of each plane share a unit. `units` has one for each
-// `of_unit` bytes, times the unit of levels.
+// Returns the largest magnitude of some bytes of all planes.
+EQQUANT_INLINE float largest_of(const Planes& x, int64_t begin, int64_t end, int64_t step) {
+  __m512 most = _mm512_setzero_ps();
+  for (int64_t i = begin; i < end; i += step)
+    read(x, i, [&](__m512 values, int) { most = larger(most, values); });
+  const auto bits = _mm512_reduce_max_epi32(_mm512_castps_si512(most));  // NaN is the largest.
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
+}
+
+// Rounds the values of a chunk of row `i`, and writes the corrections. `size` bytes have one unit, unless all have the
+// unit `common`. `units` has one for each `of_unit` bytes, times the unit of levels.
 template <int parts>
-void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, const Units* common,
-                 const Levels& levels, const ChunkOfX& shape, int i, char* to, int64_t of_unit, float* units) {
+void round_chunk(const Planes& x, int64_t byte, int64_t size, int64_t step, const Units* common, const Levels& levels,
+                 const ChunkOfX& shape, int i, char* to, int64_t of_unit, float* units) {
   const auto write = [&](int plane, int part, int64_t at, __m128i bytes) {
     char* const place = to + (plane * shape.sums() + i * parts + part) * chunk + at;
     // A masked store takes many times as long.
     step < 16 ? std::memcpy(place, &bytes, step) : std::memcpy(place, &bytes, 16);
   };
-  for (int64_t begin = 0; begin < chunk; begin += group) {
-    __m512 most = _mm512_setzero_ps();
-    for (int64_t i = begin; !common && i < begin + group; i += step)
-      read(x, byte + i, [&](__m512 values, int) { most = larger(most, values); });
-    const auto bits = _mm512_reduce_max_epi32(_mm512_castps_si512(most));  // NaN is the largest.
-    const float largest = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
-    const Units of = common ? *common : Units(largest, most_of[parts]);
-    for (int64_t j = begin; j < begin + group; j += of_unit) *units++ = of.unit * levels.unit;
+  for (int64_t begin = 0; begin < chunk; begin += size) {
+    const Units of =
+        common ? *common : Units(largest_of(x, byte + begin, byte + begin + size, step), most_of[parts]);
+    for (int64_t j = begin; j < begin + size; j += of_unit) *units++ = of.unit * levels.unit;
     const __m512 factor = _mm512_set1_ps(of.per_unit);
-    for (int64_t j = begin; j < begin + group; j += step)
+    for (int64_t j = begin; j < begin + size; j += step)
       read(x, byte + j, [&](__m512 values, int plane) {
         const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values, factor));
         if (parts == 2) write(plane, 0, j, high_part(whole));
@@ -128,21 +141,39 @@ void round_chunk(const Planes& x, int64_t byte, int64_t group, int64_t step, con
   }
 }
 
+// Adds the corrections of a chunk of row `i` to those of the first chunk of its group.
+inline void add_corrections(const ChunkOfX& shape, int64_t i, const char* from, char* to) {
+  for (int64_t sum = i * shape.parts; sum < (i + 1) * shape.parts; sum++) {
+    const int64_t at = shape.correction(static_cast<int>(sum)) * chunk;
+    _mm512_storeu_si512(to + at, _mm512_add_epi32(_mm512_loadu_si512(to + at), _mm512_loadu_si512(from + at)));
+  }
+}
+
 inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  const int64_t group = bytes_of_unit(p), step = std::min<int64_t>(group, 16);
+  const int64_t size = bytes_of_unit(p), step = std::min<int64_t>(size, 16);
   const Levels levels(p);
   const ChunkOfX shape = chunk_of_x(p);
-  const int64_t of_chunk = ChunkScales(p).of_chunk;
+  const ChunkScales blocks(p, most_chunks_of(p));
   Activation activation(p);
   for (int64_t i = begin; i < end; i++) {
     const float* const row = activation.row(i);
-    const Units common(check_row(p, row), most_of[1]);
+    const Units of_row(check_row(p, row), most_of[1]);
     const Planes x(p, row, step);
     const auto round = p.parts == 1 ? round_chunk<1> : round_chunk<2>;
-    float* const units = reinterpret_cast<float*>(scratch + units_at(p, i));
-    for (int64_t c = 0; c < chunks_of(p); c++)
-      round(x, c * chunk, group, step, p.rounds_x && p.parts == 1 ? &common : nullptr, levels, shape,
-            static_cast<int>(i), scratch + c * shape.bytes(), chunk / of_chunk, units + c * of_chunk);
+    float* units = reinterpret_cast<float*>(scratch + units_at(p, i));
+    for (int64_t c = 0; c < chunks_of(p); c += blocks.chunks_of_group, units += blocks.of_chunk) {
+      char* const group = scratch + c * shape.bytes();
+      const bool is_long = blocks.chunks_of_group > 1;
+      const float largest = is_long ? largest_of(x, c * chunk, (c + blocks.chunks_of_group) * chunk, step) : 0;
+      const Units of_group(largest, most_of[p.parts]);
+      const Units* const common = p.rounds_x && p.parts == 1 ? &of_row : is_long ? &of_group : nullptr;
+      for (int64_t j = 0; j < blocks.chunks_of_group; j++) {
+        char* const to = group + j * shape.bytes();
+        round(x, (c + j) * chunk, size, step, common, levels, shape, static_cast<int>(i), to, chunk / blocks.of_chunk,
+              units);
+        if (j) add_corrections(shape, i, to, group);
+      }
+    }
   }
 }
 
@@ -156,7 +187,7 @@ struct Operands {
   RowOffsets offsets;
 
   Operands(const Product& p, int64_t end)
-      : levels(p), blocks(p), stored(p), scales(p.scales, p.blocks, end),
+      : levels(p), blocks(p, most_chunks_of(p)), stored(p), scales(p.scales, p.blocks, end),
         offsets(p, end, blocks.chunks_of_block == 1) {}
 };
 
@@ -194,13 +225,20 @@ struct Tile {
       });
       from.offsets.add_span(weights.group, weights.of_span, totals);
       do {
-        weights.read();
         Sums sums;
         for (int i = 0; i < shape.sums(); i++) {
           const __m512i correction = _mm512_loadu_si512(x + shape.correction(i) * chunk);
           for (int r = 0; r < rows; r++) sums[r][i] = correction;
         }
-        multiply<0>(table, weights.of, x, sums);
+        const auto add_chunk = [&] {
+          weights.read();
+          multiply<0>(table, weights.of, x, sums);
+          weights.next_chunk();
+          x += shape.bytes();
+        };
+        add_chunk();
+        if constexpr (most_chunks<bits, Stored> > 1)
+          for (int64_t i = 1; i < from.blocks.chunks_of_group; i++) add_chunk();
         unrolled<count>([&](auto i) {
           unrolled<rows>([&](auto r) {
             const __m512i sum = parts == 1 ? sums[r][i] : whole_of(sums[r][i * parts], sums[r][i * parts + parts - 1]);
@@ -208,8 +246,7 @@ struct Tile {
             totals[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, totals[r][i]);
           });
         });
-        weights.next_in_span();
-        x += shape.bytes();
+        weights.next_group();
       } while (weights.chunks && weights.left > 0);
     } while (weights.next_span());
     __m512 all[rows][count];  // Not `totals`, which would not stay in registers.
