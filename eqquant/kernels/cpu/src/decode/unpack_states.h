@@ -19,11 +19,15 @@ EQQUANT_BEGIN
 
 template <int bits>
 class States {
+ public:
   static constexpr int planes = bits == 4 ? 2 : 4;
-  static constexpr int64_t size = ByteVector::size;
   // The bytes of a window: a column and the columns before it. For 3 bits, also the high bits of two columns.
   static constexpr int columns_of_window = bits == 2 ? 3 : 2, bytes_of_window = bits == 3 ? 4 : columns_of_window;
   using Bytes = ByteVector::Bytes;
+  using Window = ByteVector::Input[bytes_of_window];
+
+ private:
+  static constexpr int64_t size = ByteVector::size;
   using Map = ByteVector::Map;
 
   LinearTable table;
@@ -64,6 +68,28 @@ class States {
     return *last;
   }
 
+  // Loads `count` columns from column `i` of a block on, and the columns before.
+  template <class Place>
+  static EQQUANT_INLINE void load(const uint8_t* from, int64_t i, int64_t count, Window& window, const Place& place) {
+    unrolled<columns_of_window>([&](auto back) {
+      const Bytes some = back == 0 ? ByteVector::load(from + i, count)
+                         : i > 0   ? ByteVector::load(from + i - back, count)
+                                   : ByteVector::template load_after_zeros<back>(from, count);
+      window[back] = ByteVector::input(place(some));
+    });
+  }
+  // The level of the code of a plane in each column.
+  template <int plane>
+  EQQUANT_INLINE Bytes level(const Window& window) const {
+    Bytes index = maps[plane][0].of(window[0]);
+    unrolled<bytes_of_window - 1>([&](auto byte) {
+      // Of codes of 2 bits, only the first of a column reaches back to the third byte.
+      if (bits == 2 && byte == 1 && plane > 0) return;
+      index = ByteVector::add(index, maps[plane][byte + 1].of(window[byte + 1]));
+    });
+    return levels.look_up(index);
+  }
+
   // Unpacks `groups` blocks of `run` codes.
   void unpack(const uint8_t* from, int64_t groups, int64_t run, int64_t far, uint8_t* to) {
     // Long before they are read: loads of bytes that were just stored by several instructions are slow.
@@ -97,28 +123,15 @@ class States {
 
   // Unpacks `count` columns from column `i` of a block on.
   EQQUANT_INLINE void unpack(const uint8_t* from, const uint8_t* high, int64_t i, int64_t count, uint8_t* to) const {
-    ByteVector::Input window[bytes_of_window];
-    unrolled<columns_of_window>([&](auto back) {
-      const Bytes some = back == 0 ? ByteVector::load(from + i, count)
-                         : i > 0   ? ByteVector::load(from + i - back, count)
-                                   : ByteVector::template load_after_zeros<back>(from, count);
-      window[back] = ByteVector::input(order.place(some));
-    });
+    Window window;
+    load(from, i, count, window, [&](Bytes x) { return order.place(x); });
     if constexpr (bits == 3)
       unrolled<2>([&](auto back) {
         const Bytes some = ByteVector::load(high + 1 + i - back, count);
         window[columns_of_window + back] = ByteVector::input(order.place(some));
       });
     Bytes of[planes];
-    unrolled<planes>([&](auto plane) {
-      Bytes index = maps[plane][0].of(window[0]);
-      unrolled<bytes_of_window - 1>([&](auto byte) {
-        // Of codes of 2 bits, only the first of a column reaches back to the third byte.
-        if (bits == 2 && byte == 1 && plane > 0) return;
-        index = ByteVector::add(index, maps[plane][byte + 1].of(window[byte + 1]));
-      });
-      of[plane] = levels.look_up(index);
-    });
+    unrolled<planes>([&](auto plane) { of[plane] = level<plane>(window); });
     if constexpr (planes == 4) {
       const Bytes low = ByteVector::interleave<1, false>(of[0], of[1]);
       const Bytes high = ByteVector::interleave<1, true>(of[0], of[1]);

@@ -16,6 +16,9 @@ int instructions();
 // True if bfloat16 products are faster than float32. XLA uses this; native kernels do not.
 bool has_bfloat16();
 
+// True if an x86 machine has byte lookups (VBMI) and matrices of bits (GFNI) for AVX-512.
+bool has_bit_matrices();
+
 struct Kernel {
   const char* name;
   const Routine* x_wt;

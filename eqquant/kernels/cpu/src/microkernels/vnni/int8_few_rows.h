@@ -149,16 +149,19 @@ inline void add_corrections(const ChunkOfX& shape, int64_t i, const char* from, 
   }
 }
 
-inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
+// Rounds rows of the activation of `of`, which `arrange` brings into the order of the columns of `p`.
+template <class Arrange>
+void prepare_rows(const Product& of, const Product& p, char* scratch, int64_t begin, int64_t end,
+                  const Arrange& arrange) {
   const int64_t size = bytes_of_unit(p), step = std::min<int64_t>(size, 16);
   const Levels levels(p);
   const ChunkOfX shape = chunk_of_x(p);
   const ChunkScales blocks(p, most_chunks_of(p));
-  Activation activation(p);
+  Activation activation(of);
   for (int64_t i = begin; i < end; i++) {
     const float* const row = activation.row(i);
-    const Units of_row(check_row(p, row), most_of[1]);
-    const Planes x(p, row, step);
+    const Units of_row(check_row(of, row), most_of[1]);
+    const Planes x(p, arrange(row), step);
     const auto round = p.parts == 1 ? round_chunk<1> : round_chunk<2>;
     float* units = reinterpret_cast<float*>(scratch + units_at(p, i));
     for (int64_t c = 0; c < chunks_of(p); c += blocks.chunks_of_group, units += blocks.of_chunk) {
@@ -177,6 +180,10 @@ inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end)
   }
 }
 
+inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  prepare_rows(p, p, scratch, begin, end, [](const float* row) { return row; });
+}
+
 // The operands of all tiles.
 template <class Stored>
 struct Operands {
@@ -190,6 +197,46 @@ struct Operands {
       : levels(p), blocks(p, most_chunks_of(p)), stored(p), scales(p.scales, p.blocks, end),
         offsets(p, end, blocks.chunks_of_block == 1) {}
 };
+
+// The scales of a span, times the units of the activation.
+template <int rows, int count, class Stored>
+EQQUANT_INLINE void scale_units(const BlockedRows<rows, Stored>& weights, const float* units, int64_t stride,
+                                __m512 (&scales)[rows][count]) {
+  unrolled<count>([&](auto i) {
+    const __m512 of_span = _mm512_loadu_ps(units + i * stride + weights.group);
+    unrolled<rows>([&](auto r) { scales[r][i] = _mm512_mul_ps(weights.of_span[r], of_span); });
+  });
+}
+
+// Adds the sums of integers of a group to the totals.
+template <int parts, int rows, int count>
+EQQUANT_INLINE void add_sums(const __m512i (&sums)[rows][count * parts], __m512i lanes,
+                             const __m512 (&scales)[rows][count], __m512 (&totals)[rows][count]) {
+  unrolled<count>([&](auto i) {
+    unrolled<rows>([&](auto r) {
+      const __m512i sum = parts == 1 ? sums[r][i] : whole_of(sums[r][i * parts], sums[r][i * parts + parts - 1]);
+      const __m512 scale = _mm512_permutexvar_ps(lanes, scales[r][i]);
+      totals[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, totals[r][i]);
+    });
+  });
+}
+
+// Writes the results of rows from `row` on, whose totals have a part in each lane.
+template <int rows, int count, class Stored>
+EQQUANT_INLINE void write(const Product& p, const BlockedRows<rows, Stored>& weights, int64_t row,
+                          const __m512 (&totals)[rows][count]) {
+  float* y = p.y + row;
+  for (int i = 0; i < count; i++, y += p.rows) {
+    alignas(16) float of[4] = {};
+    if constexpr (rows == 4)
+      _mm_store_ps(of, Vector::sum_four(totals[0][i], totals[1][i], totals[2][i], totals[3][i]));
+    else
+      for (int r = 0; r < rows; r++) of[r] = Vector::sum(totals[r][i]);
+    // Weights with offsets have the unit 1.
+    _mm_store_ps(of, _mm_mul_ps(_mm_load_ps(of), _mm_load_ps(weights.units)));
+    std::memcpy(y, of, rows * sizeof(float));
+  }
+}
 
 template <int bits, int rows, int count, int parts, class Stored, bool looks_up>
 struct Tile {
@@ -215,14 +262,10 @@ struct Tile {
                   int64_t stride) {
     BlockedRows<rows, Stored> weights(p, 1, from.blocks, from.stored, from.scales, row);
     const __m512i table = Int8Vector::table(from.levels.values);
-    // The scales of a span, times the units of the activation.
     __m512 scales[rows][count], totals[rows][count];
     unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { totals[r][i] = _mm512_setzero_ps(); }); });
     do {
-      unrolled<count>([&](auto i) {
-        const __m512 of_span = _mm512_loadu_ps(units + i * stride + weights.group);
-        unrolled<rows>([&](auto r) { scales[r][i] = _mm512_mul_ps(weights.of_span[r], of_span); });
-      });
+      scale_units(weights, units, stride, scales);
       from.offsets.add_span(weights.group, weights.of_span, totals);
       do {
         Sums sums;
@@ -239,30 +282,14 @@ struct Tile {
         add_chunk();
         if constexpr (most_chunks<bits, Stored> > 1)
           for (int64_t i = 1; i < from.blocks.chunks_of_group; i++) add_chunk();
-        unrolled<count>([&](auto i) {
-          unrolled<rows>([&](auto r) {
-            const __m512i sum = parts == 1 ? sums[r][i] : whole_of(sums[r][i * parts], sums[r][i * parts + parts - 1]);
-            const __m512 scale = _mm512_permutexvar_ps(weights.lanes, scales[r][i]);
-            totals[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, totals[r][i]);
-          });
-        });
+        add_sums<parts>(sums, weights.lanes, scales, totals);
         weights.next_group();
       } while (weights.chunks && weights.left > 0);
     } while (weights.next_span());
     __m512 all[rows][count];  // Not `totals`, which would not stay in registers.
     unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { all[r][i] = totals[r][i]; }); });
     from.offsets.add(row, weights.scales, 0, all);
-    float* y = p.y + row;
-    for (int i = 0; i < count; i++, y += p.rows) {
-      alignas(16) float of[4] = {};
-      if constexpr (rows == 4)
-        _mm_store_ps(of, Vector::sum_four(all[0][i], all[1][i], all[2][i], all[3][i]));
-      else
-        for (int r = 0; r < rows; r++) of[r] = Vector::sum(all[r][i]);
-      // Weights with offsets have the unit 1.
-      _mm_store_ps(of, _mm_mul_ps(_mm_load_ps(of), _mm_load_ps(weights.units)));
-      std::memcpy(y, of, rows * sizeof(float));
-    }
+    write(p, weights, row, all);
   }
 };
 

@@ -32,12 +32,6 @@ bool has_amx() {
   return tiles && bytes && has_bfloat16() && may_use_tiles();
 }
 
-// Byte lookups (VBMI) and matrices of bits (GFNI). Of the CPUs with VNNI, only the first ones lack them.
-bool has_bit_matrices() {
-  unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1) && (c >> 8 & 1);
-}
-
 // float16 conversions. Some compilers have no name for this feature.
 bool has_f16c() {
   unsigned a, b, c, d;
@@ -56,6 +50,15 @@ int find_out() {
 }
 
 }  // namespace
+
+// Of the CPUs with VNNI, only the first ones lack them.
+bool has_bit_matrices() {
+  static const bool found = [] {
+    unsigned a, b, c, d;
+    return instructions() >= vnni && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1) && (c >> 8 & 1);
+  }();
+  return found;
+}
 
 bool has_bfloat16() {
   unsigned a, b, c, d;
@@ -91,8 +94,7 @@ const Routine& offsets_routine(int instructions) { return instructions < avx512 
 
 StatesUnpacker unpack_states_avx2, unpack_states_gfni;
 StatesUnpacker* states_unpacker(int instructions) {
-  static const bool is_fast = has_bit_matrices();
-  return is_fast && instructions >= avx512 ? unpack_states_gfni : unpack_states_avx2;
+  return has_bit_matrices() && instructions >= avx512 ? unpack_states_gfni : unpack_states_avx2;
 }
 
 Rounder round_avx2, round_avx512;
