@@ -1,6 +1,7 @@
 // Compares the routines of the native kernels with plain loops, without XLA. `make sanitize` runs this under
 // AddressSanitizer and UndefinedBehaviorSanitizer, so every operand is a heap block of its exact size.
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -157,6 +158,12 @@ void run(const Routine& routine, const Routine& of_offsets, const Product& p, ch
   if (cut < units) part(cut, units);
 }
 
+// Scratch, aligned as XLA aligns its buffers.
+std::unique_ptr<char, void (*)(void*)> scratch_of(const Routine& routine, const Product& p) {
+  const int64_t size = (routine.scratch(p) + 64) / 64 * 64;
+  return {static_cast<char*>(std::aligned_alloc(64, size)), std::free};
+}
+
 bool check(const Case& c) {
   std::normal_distribution<float> normal;
   Product p{};
@@ -250,13 +257,7 @@ bool check(const Case& c) {
   p.x = p.bfloat16_x ? static_cast<void*>(narrow_x.get()) : x.get();
   p.codes = codes.get(), p.y = y.get();
   const Routine& of_offsets = eqquant::offsets_routine(c.needs);
-  const auto scratch_of = [&](const Routine& routine) {
-    // XLA aligns its buffers in the same way.
-    const int64_t size = routine.scratch(p);
-    return std::unique_ptr<char, void (*)(void*)>(
-        static_cast<char*>(std::aligned_alloc(64, (size + 64) / 64 * 64)), std::free);
-  };
-  const auto scratch = scratch_of(*c.routine), sums = scratch_of(of_offsets);
+  const auto scratch = scratch_of(*c.routine, p), sums = scratch_of(of_offsets, p);
   run(*c.routine, of_offsets, p, scratch.get(), sums.get());
 
   const auto w = decode(p);
@@ -323,18 +324,20 @@ int code_with_history(const uint8_t* block, int64_t run, int bits, int64_t i) {
   return low | (pair >> (byte / half) & 1) << 2;
 }
 
+// Rows of codes with a history, decoded, and multiplied by all routines.
 bool check_states(int best) {
   const int bits = 2 + below(3), needs = 1 + below(best);
-  const int64_t run = below(2) ? 64 * (1 + below(5)) : 8 * (1 + below(60)), groups = 1 + below(20);
-  const int64_t bytes = run * bits / 8;
+  const int64_t run = below(2) ? 64 * (1 + below(5)) : 8 * (1 + below(60));
+  Product p{};
+  p.rows = 1 + below(20), p.blocks = 1 + below(below(2) ? 3 : 20), p.m = 1 + below(3);
+  p.run = run, p.packed = run * p.blocks, p.stored_bits = bits, p.bits = 8, p.has_history = true, p.level_unit = 1;
+  const int64_t groups = p.rows * p.blocks, bytes = run * bits / 8;
   eqquant::LinearTable table{};
-  for (uint8_t& level : table.levels) level = static_cast<uint8_t>(below(256));
+  for (uint8_t& level : table.levels) level = static_cast<uint8_t>(below(255) - 127);
   for (int i = 0; i < 3 + bits; i++) table.masks[i] = below(1 << eqquant::state_bits);
   std::unique_ptr<uint8_t[]> codes(new uint8_t[groups * bytes]), levels(new uint8_t[groups * run]);
   for (int64_t i = 0; i < groups * bytes; i++) codes[i] = static_cast<uint8_t>(below(256));
-  Product p{};
-  p.run = run, p.stored_bits = bits, p.bits = 8, p.has_history = true, p.linear_table = &table;
-  p.unpack_states = eqquant::states_unpacker(needs);
+  p.codes = codes.get(), p.linear_table = &table, p.unpack_states = eqquant::states_unpacker(needs);
   eqquant::unpack(p, codes.get(), groups, levels.get());
   bool fine = true;
   for (int64_t group = 0; group < groups; group++)
@@ -346,7 +349,34 @@ bool check_states(int best) {
         index |= __builtin_parity(static_cast<unsigned>(state & table.masks[bit])) << bit;
       fine &= levels[group * run + i] == table.levels[index];
     }
-  if (!fine) std::printf("states: wrong; %d bits, %ld codes, instructions %d\n", bits, long(run), needs);
+  std::normal_distribution<float> normal;
+  std::unique_ptr<float[]> scales(new float[groups]), x(new float[p.m * p.packed]), y(new float[p.m * p.rows]);
+  for (int64_t i = 0; i < groups; i++) scales[i] = 1 + below(100) / 100.0f;
+  for (int64_t i = 0; i < p.m * p.packed; i++) x[i] = normal(generator);
+  const float zeros[16] = {};
+  std::atomic<bool> unusual = false;
+  p.scales.inner = scales.get(), p.x = x.get(), p.y = y.get(), p.levels = zeros, p.unusual = &unusual;
+  for (const eqquant::Kernel* k = eqquant::kernels; k->name; k++) {
+    p.parts = k->parts;
+    if (k->needs > best || (k->x_wt->why_not && k->x_wt->why_not(p))) continue;
+    if (std::string(k->name).find("AMX") != std::string::npos) continue;  // For more rows.
+    const auto scratch = scratch_of(*k->x_wt, p);
+    k->x_wt->prepare(p, scratch.get(), 0, p.m);
+    eqquant::run_units(*k->x_wt, p, scratch.get(), 0, p.rows);
+    double error = 0, norm = 0;
+    for (int64_t i = 0; i < p.m; i++)
+      for (int64_t row = 0; row < p.rows; row++) {
+        double sum = 0;
+        for (int64_t j = 0; j < p.packed; j++)
+          sum += double(x[i * p.packed + j]) * scales[row * p.blocks + j / run] *
+                 static_cast<int8_t>(levels[row * p.packed + j]);
+        error += std::pow(sum - y[i * p.rows + row], 2), norm += sum * sum;
+      }
+    const bool is_close = std::sqrt(error) <= tolerance_of(k->name) * std::sqrt(norm);
+    if (!is_close) std::printf("states: %s: error %g\n", k->name, std::sqrt(error / norm));
+    fine &= is_close;
+  }
+  if (!fine) std::printf("states: wrong; %d bits, blocks of %ld codes, instructions %d\n", bits, long(run), needs);
   return fine;
 }
 
