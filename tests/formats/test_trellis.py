@@ -193,6 +193,16 @@ def test_a_partial_block_is_padded(normal):
     assert relative(x @ q.T, expected) < TOLERANCE["high"]
 
 
+@pytest.mark.parametrize("m", [1, 8])
+def test_products_with_blocks_of_different_sizes_in_turn(normal, m):
+    """The native kernels keep what they prepare for a table of levels."""
+    w, x = normal(16, 512), normal(m, 512)
+    for block_size in (256, 64, 512, 256):
+        q = eqquant.quantize(w, Trellis(bits=3, block_size=block_size))
+        expected = np.float64(x) @ np.float64(q.dequantize()).T
+        assert relative(x @ q.T, expected) < TOLERANCE["high"]
+
+
 def test_rows_are_independent(normal):
     w = normal(4, 64)
     q = eqquant.quantize(w, SMALL)

@@ -1,5 +1,6 @@
 // Compares the routines of the native kernels with plain loops, without XLA. `make sanitize` runs this under
 // AddressSanitizer and UndefinedBehaviorSanitizer, so every operand is a heap block of its exact size.
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
@@ -332,9 +333,14 @@ bool check_states(int best) {
   p.rows = 1 + below(20), p.blocks = 1 + below(below(2) ? 3 : 20), p.m = 1 + below(3);
   p.run = run, p.packed = run * p.blocks, p.stored_bits = bits, p.bits = 8, p.has_history = true, p.level_unit = 1;
   const int64_t groups = p.rows * p.blocks, bytes = run * bits / 8;
-  eqquant::LinearTable table{};
-  for (uint8_t& level : table.levels) level = static_cast<uint8_t>(below(255) - 127);
-  for (int i = 0; i < 3 + bits; i++) table.masks[i] = below(1 << eqquant::state_bits);
+  // Often the table of an earlier call, with blocks of another size: the routines keep what they prepare for a table.
+  static eqquant::LinearTable tables[5];
+  eqquant::LinearTable& table = tables[bits];
+  const bool is_new = std::all_of(table.masks, table.masks + 8, [](uint32_t mask) { return !mask; });
+  if (is_new || !below(4)) {
+    for (uint8_t& level : table.levels) level = static_cast<uint8_t>(below(255) - 127);
+    for (int i = 0; i < 3 + bits; i++) table.masks[i] = 1 + below((1 << eqquant::state_bits) - 1);
+  }
   std::unique_ptr<uint8_t[]> codes(new uint8_t[groups * bytes]), levels(new uint8_t[groups * run]);
   for (int64_t i = 0; i < groups * bytes; i++) codes[i] = static_cast<uint8_t>(below(256));
   p.codes = codes.get(), p.linear_table = &table, p.unpack_states = eqquant::states_unpacker(needs);

@@ -98,22 +98,13 @@ class States {
     high_bits.resize(bits == 3 ? at_once * space(columns) : 0);
     for (int64_t first = 0; first < groups; first += at_once) {
       const int64_t some = std::min(at_once, groups - first);
-      if constexpr (bits == 3)
-        for (int64_t i = 0; i < some; i++) {
-          const uint8_t* const high = from + i * bytes + columns;
-          const int64_t half = columns / 2;
-          for (int part = 0; part < 2; part++)
-            for (int64_t j = 0; j < half; j += size) {
-              const Bytes x = ByteVector::load(high + j, std::min(size, half - j));
-              ByteVector::store(&high_bits[i * space(columns) + 1 + part * half + j], part ? ByteVector::halve(x) : x);
-            }
-        }
-      for (int64_t i = 0; i < some; i++, from += bytes) {
+      for (int64_t i = 0; bits == 3 && i < some; i++)
+        spread_high_bits(from + i * bytes + columns, columns / 2, &high_bits[i * space(columns)]);
+      for (int64_t i = 0; i < some; i++, from += bytes, to += run) {
         for (int64_t line = 0; line < bytes; line += 64) prefetch(from + line, far);
         const uint8_t* const high = high_bits.data() + i * space(columns);
         for (int64_t j = 0; j < columns; j += size)
           unpack(from, high, j, std::min(size, columns - j), to + j * planes);
-        to += run;
       }
     }
   }
@@ -121,6 +112,15 @@ class States {
  private:
   static int64_t space(int64_t columns) { return 1 + columns + size; }
 
+  // Writes zero, and the high bits of both halves of the columns of a block.
+  static EQQUANT_INLINE void spread_high_bits(const uint8_t* high, int64_t half, uint8_t* to) {
+    *to++ = 0;
+    for (int part = 0; part < 2; part++, to += half)
+      for (int64_t j = 0; j < half; j += size) {
+        const Bytes some = ByteVector::load(high + j, std::min(size, half - j));
+        ByteVector::store(to + j, part ? ByteVector::halve(some) : some);
+      }
+  }
   // Unpacks `count` columns from column `i` of a block on.
   EQQUANT_INLINE void unpack(const uint8_t* from, const uint8_t* high, int64_t i, int64_t count, uint8_t* to) const {
     Window window;
