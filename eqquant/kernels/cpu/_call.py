@@ -192,6 +192,7 @@ def _linear_table(format: Format) -> np.ndarray:
     """Return `LinearTable` of `src/decode/states.h` as numbers."""
     table = np.zeros(_most_levels + _most_masks, np.float32)
     linear = format.linear_table
+    assert linear is not None, format
     table[: len(linear.levels)] = linear.levels
     table[_most_levels:][: len(linear.masks)] = linear.masks
     return table
