@@ -373,10 +373,13 @@ bool check_states(int best) {
     for (int64_t i = 0; i < p.m; i++)
       for (int64_t row = 0; row < p.rows; row++) {
         double sum = 0;
-        for (int64_t j = 0; j < p.packed; j++)
-          sum += double(x[i * p.packed + j]) * scales[row * p.blocks + j / run] *
-                 static_cast<int8_t>(levels[row * p.packed + j]);
-        error += std::pow(sum - y[i * p.rows + row], 2), norm += sum * sum;
+        // The norm of the terms, because most of the sum may cancel.
+        for (int64_t j = 0; j < p.packed; j++) {
+          const double term = double(x[i * p.packed + j]) * scales[row * p.blocks + j / run] *
+                              static_cast<int8_t>(levels[row * p.packed + j]);
+          sum += term, norm += term * term;
+        }
+        error += std::pow(sum - y[i * p.rows + row], 2);
       }
     const bool is_close = std::sqrt(error) <= tolerance_of(k->name) * std::sqrt(norm);
     if (!is_close) std::printf("states: %s: error %g\n", k->name, std::sqrt(error / norm));
