@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, MXFP4, NF4, NVFP4, Ternary
-from eqquant.formats import Int2, Int6
+from eqquant.formats import Int2, Int6, Trellis
+from eqquant.formats._history import LinearTable
 from eqquant.kernels import choose, cpu, Matmul
 from eqquant.kernels.cpu import _choose
 from eqquant.kernels.cpu._library import Library
@@ -331,3 +332,14 @@ def test_every_rule_serves_a_product_on_some_cpu():
         if not unserved:
             return
     assert not unserved
+
+
+@pytest.mark.parametrize("bits, most", [(2, 32), (3, 64), (4, 128)])
+def test_a_linear_table_must_fit_the_lookup_of_its_codes(bits, most):
+    """Native kernels would look up other levels of a larger table."""
+
+    class Wide(Trellis):
+        linear_table = LinearTable((1,) * bits, (0,) * (most + 1))
+
+    assert _choose._is_known(Trellis(bits=bits))
+    assert not _choose._is_known(Wide(bits=bits))

@@ -142,8 +142,9 @@ def why_unsupported(product: Product) -> str | None:
 
 def _is_known(format: Format) -> bool:
     """Return whether the kernels decode codes with this history to int8 levels."""
-    state_bits = format.bits * (format.history + 1)
-    return format.bits in (2, 3, 4) and state_bits == 12 and bool(format.linear_table)
+    most_levels = {2: 32, 3: 64, 4: 128}.get(format.bits, 0)
+    table, state_bits = format.linear_table, format.bits * (format.history + 1)
+    return table is not None and len(table.levels) <= most_levels and state_bits == 12
 
 
 def _block(product: Product) -> int:

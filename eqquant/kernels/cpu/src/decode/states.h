@@ -18,7 +18,7 @@ struct LinearTable {
   uint32_t masks[most_masks];               // 0 beyond the bits of an index.
 
   LinearTable() = default;
-  // From levels and masks as floats.
+  // Takes the levels and then the masks as floats.
   explicit LinearTable(const float* from) {
     for (int i = 0; i < most_levels; i++) levels[i] = static_cast<uint8_t>(static_cast<int8_t>(from[i]));
     for (int i = 0; i < most_masks; i++) masks[i] = static_cast<uint32_t>(from[most_levels + i]);

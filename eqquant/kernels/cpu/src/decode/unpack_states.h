@@ -69,13 +69,14 @@ class States {
   }
 
   // Loads `count` columns from column `i` of a block on, and the columns before.
-  template <class Place>
-  static EQQUANT_INLINE void load(const uint8_t* from, int64_t i, int64_t count, Window& window, const Place& place) {
+  template <class Arrange>
+  static EQQUANT_INLINE void load(const uint8_t* from, int64_t i, int64_t count, Window& window,
+                                  const Arrange& arrange) {
     unrolled<columns_of_window>([&](auto back) {
       const Bytes some = back == 0 ? ByteVector::load(from + i, count)
                          : i > 0   ? ByteVector::load(from + i - back, count)
                                    : ByteVector::template load_after_zeros<back>(from, count);
-      window[back] = ByteVector::input(place(some));
+      window[back] = ByteVector::input(arrange(some));
     });
   }
   // The level of the code of a plane in each column.

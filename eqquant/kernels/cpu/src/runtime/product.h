@@ -55,15 +55,15 @@ struct Scales {
   }
 };
 
+struct LinearTable;  // See decode/states.h.
+using StatesUnpacker = void(const struct Product& p, const uint8_t* from, int64_t groups, uint8_t* to);
+
 // `y = x @ w.T` for a quantized `w` of `rows` x `columns`, or `y = x @ w`.
 //
 // A row of `codes` has `packed` bytes. Byte j holds one code of each of `planes` planes, lowest bits first.
 // Shifts leave the codes of a row in *plane order* (plane, byte), so rows are used in that order. The
 // activation is permuted to it, or the result is permuted from it. In logical order, a run of `run` bytes
 // of one plane is followed by the same run of the next plane.
-struct LinearTable;
-using StatesUnpacker = void(const struct Product& p, const uint8_t* from, int64_t groups, uint8_t* to);
-
 struct Product {
   const void* x;          // (m, columns), or (m, rows) where rows are contracted
   const uint8_t* codes;   // (rows, stored_bytes)

@@ -38,8 +38,8 @@ struct ByteVector {
     std::memcpy(to, all, count);
   }
   static EQQUANT_INLINE Input input(Bytes x) {
-    const __m256i four = _mm256_set1_epi8(15);
-    return {_mm256_and_si256(x, four), _mm256_and_si256(_mm256_srli_epi16(x, 4), four)};
+    const __m256i low = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x, low), _mm256_and_si256(_mm256_srli_epi16(x, 4), low)};
   }
   static EQQUANT_INLINE Bytes add(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
   // Moves odd bits to the even bits below.

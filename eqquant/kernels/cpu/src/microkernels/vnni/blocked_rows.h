@@ -21,8 +21,8 @@ inline int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chu
 
 // The scales of a row, chunk by chunk. A chunk has `of_chunk` blocks, or a block has `chunks_of_block` chunks.
 //
-// A group is what has one scale and one sum of integers: a block, or some chunks of a longer block. A span is what is
-// read at once: sixteen groups.
+// A group has one scale and one sum of integers: it is a block, or some chunks of a longer block. A span has sixteen
+// groups, whose scales are read at once.
 struct ChunkScales {
   // Double quantization has an exponent for 256 blocks.
   static constexpr int64_t blocks_of_exponent = 256;

@@ -51,7 +51,7 @@ int find_out() {
 
 }  // namespace
 
-// Of the CPUs with VNNI, only the first ones lack them.
+// The first CPUs with VNNI lack them.
 bool has_bit_matrices() {
   static const bool found = [] {
     unsigned a, b, c, d;
