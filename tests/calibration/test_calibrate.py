@@ -213,6 +213,7 @@ def test_curvature_is_the_gram_matrix_of_gradients_of_each_batch(normal):
     assert_exact(stats.gram, expected + damping * np.eye(16))
 
 
+@pytest.mark.slow
 def test_curvature_reduces_the_change_of_results(normal):
     model = eqx.nn.Linear(32, 32, use_bias=False, key=jax.random.key(0))
     # The largest inputs have the least influence on the results.

@@ -145,6 +145,7 @@ def test_equal_models_have_no_shift(normal):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotate", [False, True])
 def test_the_move_is_half_of_the_least_squares_solution(rotate, normal):
     model, x = mlp(64), normal(512, 64)

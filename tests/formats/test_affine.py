@@ -236,6 +236,7 @@ def test_least_squares_gain(normal):
             assert sqnr(values, w) == pytest.approx(expected, abs=0.15)
 
 
+@pytest.mark.slow
 def test_equal_importance_of_all_values_changes_nothing(normal):
     format = Int4(affine=True, fit="least_squares", scale_dtype="float32")
     blocks = normal(6, 2, 32) + 0.5

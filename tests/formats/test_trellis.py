@@ -363,6 +363,7 @@ def test_gptq_searches_along_the_trellis(rotate):
     assert (q.base if rotate else q).format == format
 
 
+@pytest.mark.slow
 def test_a_wider_search_is_better():
     format = Trellis(bits=2, block_size=64)
     narrow, _ = calibrated(format, search=4)

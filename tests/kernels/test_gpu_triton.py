@@ -261,6 +261,7 @@ def test_by_chip(kind, capability, expected, on):
     assert expected in explained()
 
 
+@pytest.mark.slow
 def test_by_shape_and_dtype(on, monkeypatch):
     assert "few rows, bfloat16 (activations not rounded)" in explained(dtype="bfloat16")
     assert "few rows, float16 (activations not" in explained(dtype="float16")

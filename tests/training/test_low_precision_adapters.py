@@ -110,6 +110,7 @@ def test_dropout_and_rounding_have_keys_of_their_own(normal):
     assert relative(dropped.a.master, first.a.master) > 0.1
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan(normal):
     stack = low_precision(adapters.stacked("nf4", size=64), STOCHASTIC)
     x = normal(16, 64)

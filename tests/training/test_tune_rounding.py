@@ -91,6 +91,7 @@ def test_the_result_is_never_worse(batches):
     assert eqx.tree_equal(same, nearest)
 
 
+@pytest.mark.slow
 def test_stacks_of_layers_and_several_outputs(normal):
     w, x = normal(3, 24, 64), normal(32, 64)
     product = lambda w, x: {"a": x @ w[0].T, "b": jnp.einsum("nk,bmk->bnm", x, w[1:])}

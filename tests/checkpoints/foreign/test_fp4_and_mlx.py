@@ -135,6 +135,7 @@ def test_affine_of_mlx(dtype, tmp_path):
     np.testing.assert_array_equal(q.dequantize(), expected)
 
 
+@pytest.mark.slow
 def test_scales_of_mlx_with_all_digits(tmp_path):
     """Products with codes are rounded, and then the sums. Writing the weight gives the
     same tensors."""
