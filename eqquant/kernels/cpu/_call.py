@@ -81,9 +81,8 @@ def call(
         if view.scales is not None and not any(map(_is_decoded, numbers)):
             own_scales, (scales, offsets) = False, numbers
     levels = _levels(format)
-    stored, added = _stored(scales), _Stored(levels, 0)
-    if offsets is not None:
-        added = _stored(offsets)
+    stored = _stored(scales)
+    added = _Stored(levels, 0) if offsets is None else _stored(offsets)
     out, _ = jax.ffi.ffi_call("eqquant_dot", results)(
         x,
         codes,
@@ -94,16 +93,9 @@ def call(
         levels,
         *index,
         kernel=kernel,
-        bits=np.int64(format.bits),
-        exponent=np.int64(_exponent_bits[format.float8]),
-        run=np.int64(run),
-        scale_type=np.int64(stored.type),
-        outer_type=np.int64(stored.outer_type),
-        outer_blocks=np.int64(stored.outer_blocks),
-        has_offsets=offsets is not None,
-        offset_type=np.int64(added.type),
-        outer_offset_type=np.int64(added.outer_type),
-        outer_offset_blocks=np.int64(added.outer_blocks),
+        code_layout=_integers(format.bits, _exponent_bits[format.float8], run),
+        scale_types=stored.types,
+        offset_types=_integers() if offsets is None else added.types,
         shift=np.float32(product.shift),
         rounds_x=rounds,
         level_unit=np.float32(_level_unit(format)),
@@ -124,6 +116,15 @@ class _Stored(NamedTuple):
     outer: Array | None = None
     outer_type: int = 0
     outer_blocks: int = 0
+
+    @property
+    def types(self) -> np.ndarray:
+        return _integers(self.type, self.outer_type, self.outer_blocks)
+
+
+def _integers(*values: int) -> np.ndarray:
+    # An array is one attribute of a handler, which decodes each of its attributes.
+    return np.array(values, np.int64)
 
 
 def _is_decoded(scales: Any) -> bool:

@@ -131,6 +131,35 @@ EQQUANT_INLINE Bytes bytes_at(const Product& p, const uint8_t* row, int64_t j) {
   return left >= Int8Vector::size ? Int8Vector::load(row + j) : Int8Vector::load(row + j, left);
 }
 
+// Writes the results of rows of the activation by `lanes` rows of the weight. The first `rows` lanes are used.
+// Totals of consecutive int8 rows of the activation are `stride` apart.
+template <int lanes>
+EQQUANT_INLINE void finish(const Product& p, uint32_t offset, const uint32_t* totals, int64_t stride,
+                           const RowUnit* of, int64_t count, const float* units, int rows, float* y) {
+  // Arrays of floats, so that compilers use vectors.
+  const auto part = [&](const uint32_t* of_part, uint32_t sum_of_x, float(&sums)[lanes]) {
+    for (int r = 0; r < lanes; r++)
+      sums[r] = static_cast<float>(static_cast<int32_t>(of_part[r] - offset * sum_of_x));
+  };
+  const auto write = [&](const RowUnit& of_row, float(&sums)[lanes], float* to) {
+    for (int r = 0; r < lanes; r++) sums[r] = sums[r] * of_row.unit * units[r];
+    std::memcpy(to, sums, rows >= lanes ? sizeof sums : rows * sizeof(float));
+  };
+  alignas(64) float sums[lanes], low[lanes];
+  if (p.parts == 1)
+    for (int64_t i = 0; i < count; i++, y += p.rows) {
+      part(totals + i * stride, of[i].sums[0], sums);
+      write(of[i], sums, y);
+    }
+  else
+    for (int64_t i = 0; i < count / 2; i++, y += p.rows) {
+      part(totals + 2 * i * stride, of[i].sums[0], sums);
+      part(totals + (2 * i + 1) * stride, of[i].sums[1], low);
+      for (int r = 0; r < lanes; r++) sums[r] += low[r] / low_per_high;
+      write(of[i], sums, y);
+    }
+}
+
 // Products of some rows of the weight. Several partial sums avoid waiting for the previous addition.
 template <int bits, int rows, int count, int partial>
 struct Tile {
@@ -185,17 +214,8 @@ struct Tile {
       Int8Vector::store_totals(total + i, four);
     }
     for (int i = each; i < all; i++) total[i % each] += total[i];
-    for (int i = 0; i < count; i += p.parts) {
-      const int64_t m = (first + i) / p.parts;
-      for (int r = 0; r < rows; r++) {
-        const auto part = [&](int k) {
-          const uint32_t sum = total[(i + k) * rows + r] - levels.offset * of[m].sums[k];
-          return static_cast<float>(static_cast<int32_t>(sum));
-        };
-        const float sum = p.parts == 1 ? part(0) : part(0) + part(1) / low_per_high;
-        p.y[m * p.rows + row + r] = sum * of[m].unit * scales[r];
-      }
-    }
+    const int64_t m = first / p.parts;
+    finish<rows>(p, levels.offset, total, rows, of + m, count, scales, rows, p.y + m * p.rows + row);
   }
 };
 
@@ -263,27 +283,6 @@ void decode_row(const Product& p, Bytes table, const uint8_t* codes, uint8_t* to
     Int8Vector::store(to + plane * stride + j,
                     Int8Vector::template decode<bits, plane>(table, bytes_at(p, codes, j)));
   if constexpr ((plane + 1) * bits < 8) decode_row<bits, plane + 1>(p, table, codes, to, stride);
-}
-
-// Writes the results of rows of the activation by `lanes` rows of the weight. The first `rows` lanes are used.
-// Totals of consecutive int8 rows of the activation are `stride` apart.
-template <int lanes>
-void finish(const Product& p, uint32_t offset, const uint32_t* totals, int64_t stride,
-            const RowUnit* of, int64_t count, const float* units, int rows, float* y) {
-  for (int64_t i = 0; i < count; i += p.parts, totals += p.parts * stride, of++, y += p.rows) {
-    const uint32_t* const low = totals + stride;
-    const uint32_t of_high = offset * of->sums[0], of_low = offset * of->sums[1];
-    alignas(64) float sums[lanes];
-    for (int r = 0; r < lanes; r++)
-      sums[r] = static_cast<float>(static_cast<int32_t>(totals[r] - of_high));
-    for (int r = 0; p.parts > 1 && r < lanes; r++)
-      sums[r] += static_cast<float>(static_cast<int32_t>(low[r] - of_low)) / low_per_high;
-    for (int r = 0; r < lanes; r++) sums[r] = sums[r] * of->unit * units[r];
-    if (rows >= lanes)
-      std::memcpy(y, sums, sizeof sums);
-    else
-      std::memcpy(y, sums, rows * sizeof(float));
-  }
 }
 
 template <int bits, class Decoded>

@@ -59,9 +59,14 @@ int64_t product_of(const Dimensions& dimensions, size_t count) {
   return out;
 }
 
+// Some numbers as one attribute, because decoding an attribute takes 10 ns.
+using Integers = ffi::Span<const int64_t>;
+
 // Sets stored numbers, and returns a reason against them, or null.
-const char* set_scales(Scales& s, const ffi::AnyBuffer& inner, const ffi::AnyBuffer& outer, int64_t type,
-                       int64_t outer_type, int64_t outer_blocks, int64_t rows, int64_t blocks) {
+const char* set_scales(Scales& s, const ffi::AnyBuffer& inner, const ffi::AnyBuffer& outer, Integers types,
+                       int64_t rows, int64_t blocks) {
+  if (types.size() != 3) return "scales must have a type, an outer type and outer blocks";
+  const int64_t type = types[0], outer_type = types[1], outer_blocks = types[2];
   constexpr int64_t last = static_cast<int64_t>(ScaleType::float8);
   if (type < 0 || type > last || outer_type < 0 || outer_type > last)
     return "types of scales must be numbers of ScaleType";
@@ -156,10 +161,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
                ffi::AnyBuffer scales, ffi::AnyBuffer outer_scales, ffi::AnyBuffer offsets,
                ffi::AnyBuffer outer_offsets, ffi::Buffer<ffi::F32> levels,
                ffi::RemainingArgs rest, ffi::ResultBuffer<ffi::F32> y,
-               ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
-               int64_t exponent, int64_t run, int64_t scale_type, int64_t outer_type,
-               int64_t outer_blocks, bool has_offsets, int64_t offset_type, int64_t outer_offset_type,
-               int64_t outer_offset_blocks, float shift, bool rounds_x, float level_unit,
+               ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, Integers code_layout,
+               Integers scale_types, Integers offset_types, float shift, bool rounds_x, float level_unit,
                bool contract_rows, bool own_scales) {
   const Kernel* found = find(kernel);
   if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
@@ -167,6 +170,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     return invalid("this CPU cannot run '" + std::string(kernel) + "'");
   const Routine* routine = contract_rows ? found->x_w : found->x_wt;
   if (!routine) return invalid("'" + std::string(kernel) + "' does not contract rows");
+  if (code_layout.size() != 3) return invalid("code_layout must be bits, exponent and run");
+  const int64_t bits = code_layout[0], exponent = code_layout[1], run = code_layout[2];
   if (bits < 1 || bits > 8 || bits == 7) return invalid("bits must be 1 to 6, or 8");
   if (exponent && (bits != 8 || exponent < 4 || exponent > 5))
     return invalid("floats must have 8 bits, 4 or 5 of them of exponent");
@@ -201,11 +206,10 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   if (p.stored_bytes() != stored) return invalid("codes must fill their bytes");
   p.bfloat16_x = x.element_type() == ffi::BF16;
   const int64_t all_rows = scale_matrices.count(batch) * p.rows;
-  const char* problem =
-      set_scales(p.scales, scales, outer_scales, scale_type, outer_type, outer_blocks, all_rows, p.blocks);
+  const char* problem = set_scales(p.scales, scales, outer_scales, scale_types, all_rows, p.blocks);
+  const bool has_offsets = offset_types.size();
   if (!problem && has_offsets)
-    problem = set_scales(p.offsets, offsets, outer_offsets, offset_type, outer_offset_type, outer_offset_blocks,
-                         all_rows, p.blocks);
+    problem = set_scales(p.offsets, offsets, outer_offsets, offset_types, all_rows, p.blocks);
   if (problem) return invalid(problem);
   p.shift = shift;
   p.rounds_x = rounds_x;
@@ -425,16 +429,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Attr<std::string_view>("kernel")
-                                  .Attr<int64_t>("bits")
-                                  .Attr<int64_t>("exponent")
-                                  .Attr<int64_t>("run")
-                                  .Attr<int64_t>("scale_type")
-                                  .Attr<int64_t>("outer_type")
-                                  .Attr<int64_t>("outer_blocks")
-                                  .Attr<bool>("has_offsets")
-                                  .Attr<int64_t>("offset_type")
-                                  .Attr<int64_t>("outer_offset_type")
-                                  .Attr<int64_t>("outer_offset_blocks")
+                                  .Attr<eqquant::Integers>("code_layout")
+                                  .Attr<eqquant::Integers>("scale_types")
+                                  .Attr<eqquant::Integers>("offset_types")
                                   .Attr<float>("shift")
                                   .Attr<bool>("rounds_x")
                                   .Attr<float>("level_unit")

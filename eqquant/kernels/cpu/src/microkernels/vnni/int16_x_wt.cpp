@@ -157,8 +157,8 @@ struct InRegisters : BlockedRows<rows, Stored> {
   RowOffsets& offsets;
   int64_t row;
 
-  InRegisters(const Product& p, const Int16Levels& levels, const ChunkScales& blocks, const Stored& stored,
-              NumbersInOrder& in_order, RowOffsets& offsets, int64_t row)
+  EQQUANT_INLINE InRegisters(const Product& p, const Int16Levels& levels, const ChunkScales& blocks,
+                             const Stored& stored, NumbersInOrder& in_order, RowOffsets& offsets, int64_t row)
       : BlockedRows<rows, Stored>(p, levels.unit, blocks, stored, in_order, row),
         table(_mm512_load_si512(levels.values)), offsets(offsets), row(row) {}
   template <int step>
@@ -358,7 +358,8 @@ struct Rows {
 
   template <int rows, class Stored>
   void few(const Stored& stored, NumbersInOrder& scales, RowOffsets& offsets, int64_t row) {
-    const auto make = [&] {
+    // Inlined: for rows of 256 weights, a call takes 20% of the time (Zen 4).
+    const auto make = [&]() __attribute__((always_inline)) {
       return InRegisters<bits, rows, Stored>(p, levels, blocks, stored, scales, offsets, row);
     };
     multiply<rows>(make, row, 0, p.m, 0, chunks_of(p));
