@@ -59,7 +59,7 @@ int64_t product_of(const Dimensions& dimensions, size_t count) {
   return out;
 }
 
-// Some numbers as one attribute, because decoding an attribute takes 10 ns.
+// Some numbers as one attribute, because decoding an attribute takes 10 to 20 ns.
 using Integers = ffi::Span<const int64_t>;
 
 // Sets stored numbers, and returns a reason against them, or null.
