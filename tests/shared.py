@@ -47,11 +47,6 @@ OPTIMISED = {
 }
 
 
-# Of a test with at least this many fast cases, one in four stays fast. The others are
-# slow, so `make test-slow` runs them. `make coverage` keeps all of them.
-MANY_CASES = 2
-
-
 @pytest.hookimpl(tryfirst=True)  # Before `-m 'not slow'` selects.
 def pytest_collection_modifyitems(config, items):
     cases = collections.defaultdict(list)
@@ -59,11 +54,11 @@ def pytest_collection_modifyitems(config, items):
         if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             cases[item.path.name, item.originalname].append(item)
     for (file, name), found in cases.items():
+        # One in four cases stays fast, at least one. `make test-slow` runs the others.
         # Start anywhere, so that each format is fast in a quarter of the tests.
         first = zlib.crc32(f"{file} {name}".encode()) % min(4, len(found))
         for i, item in enumerate(found):
-            is_many = len(found) >= MANY_CASES and "EQQUANT_ALL_CASES" not in os.environ
-            if is_many and i % 4 != first:
+            if i % 4 != first and "EQQUANT_ALL_CASES" not in os.environ:
                 item.add_marker("slow")
     if part := os.environ.get("EQQUANT_SLOW_PART"):
         kept, left_out = [], []

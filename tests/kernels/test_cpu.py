@@ -489,7 +489,7 @@ def test_bad_calls_are_errors(normal):
     assert_identical(call(index=index, **stacks), call())
     codes = stacks["codes"]
     assert_identical(call(index=index, codes=codes, own_scales=True), call())
-    none, outer = np.array([0, 0, 0]), np.array([0, 0, 2])
+    zeros, outer = np.array([0, 0, 0]), np.array([0, 0, 2])
     for changed, message in (
         (dict(kernel="none"), "no kernel"),
         (dict(code_layout=np.array([7, 0, 32])), "bits must be"),
@@ -497,8 +497,8 @@ def test_bad_calls_are_errors(normal):
         (dict(code_layout=np.array([5, 0, 32])), "codes must fill"),
         (dict(scale_types=np.array([9, 0, 0])), "numbers of ScaleType"),
         (dict(scale_types=np.array([0, 1, 0])), "elements of their type"),
-        (dict(offset_types=none, offsets=normal(40, 3)), "a scale for each block"),
-        (dict(offset_types=none[:2]), "must have a type"),
+        (dict(offset_types=zeros, offsets=normal(40, 3)), "a scale for each block"),
+        (dict(offset_types=zeros[:2]), "must have a type"),
         (dict(scale_types=outer), "an outer scale for each"),
         (dict(code_layout=np.array([4, 4, 32])), "must have 8 bits"),
         (dict(levels=normal(4)), "16 levels"),
@@ -512,7 +512,7 @@ def test_bad_calls_are_errors(normal):
         (dict(codes=q.codes.astype(jnp.int8)), "codes must be"),
         (dict(code_layout=np.array([4, 0, 7])), "run must divide"),
         (dict(code_layout=np.array([4, 0, 0])), "run must divide"),
-        (dict(code_layout=none[:1]), "bits, exponent and run"),
+        (dict(code_layout=zeros[:1]), "bits, exponent and run"),
         (dict(scratch=100), "scratch is too small"),
         (dict(x=normal(1, 4, 128)), "same number of axes"),
         (dict(index=index), "same number of axes"),

@@ -27,7 +27,7 @@ from ...formats import (
     ShortScales,
     Ternary,
 )
-from ..files import fill, kept, Part, to_jax
+from ..files import fill, Part, to_jax
 
 
 class NotExact(ValueError):
@@ -104,13 +104,12 @@ class Entry:
 
 def _as_jax(array: np.ndarray, decode: bool, where: str) -> Array:
     """Convert to a JAX array, which has no 64-bit dtypes without x64."""
-    # Without a dtype, `jnp.asarray` of JAX 0.10 compiles a program for each shape.
     if array.dtype.itemsize < 8 or config("jax_enable_x64"):
-        return jnp.asarray(kept(array), array.dtype)
+        return to_jax(array)
     narrow = array.astype(_narrower.get(array.dtype.name, array.dtype))
     is_equal = narrow.astype(array.dtype) == array
     if np.all(is_equal | (array != array)) or (decode and narrow.dtype.kind == "f"):
-        return jnp.asarray(narrow, narrow.dtype)
+        return to_jax(narrow)
     raise NotExact(
         f"{where}: has {array.dtype.name} values that {narrow.dtype.name} cannot "
         "represent. Turn on jax_enable_x64."

@@ -123,7 +123,7 @@ class _Stored(NamedTuple):
 
 
 def _integers(*values: int) -> np.ndarray:
-    # An array is one attribute of a handler, which decodes each of its attributes.
+    # As one attribute, because the handler decodes each attribute in each call.
     return np.array(values, np.int64)
 
 
