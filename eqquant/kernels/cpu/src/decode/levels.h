@@ -17,6 +17,9 @@ inline float largest_level(const Product& p) {
   return most;
 }
 
+// The power of two by which integer levels of at most `largest` are multiplied, so that they are at most 128.
+inline int spare_bits(float largest) { return largest > 64 ? 0 : largest > 32 ? 1 : largest > 16 ? 2 : 3; }
+
 // True if int8 holds each row of the weight exactly, times its scale.
 inline bool is_exact_int8(const Product& p) {
   if (p.blocks > 1 || p.exponent) return false;

@@ -41,12 +41,21 @@ class States {
   struct Place {
     int byte, bit;
   };
-  static Place place_of(int plane, int bit) {
+  static constexpr Place place_of(int plane, int bit) {
     constexpr int of_codes = state_bits / bits;
     const int code = plane + 1 - of_codes + bit / bits, back = code < 0 ? (-code + planes - 1) / planes : 0;
     const int in_column = code + back * planes;
     if (bits != 3) return {back, in_column * bits + bit % bits};
     return bit % 3 == 2 ? Place{columns_of_window + back, 2 * in_column} : Place{back, 2 * in_column + bit % 3};
+  }
+  // The bits of a byte of a window that select the level of a plane.
+  static constexpr int used(int plane, int byte) {
+    int of_byte = 0;
+    for (int bit = 0; bit < state_bits; bit++) {
+      const Place at = place_of(plane, bit);
+      if (at.byte == byte) of_byte |= 1 << at.bit;
+    }
+    return of_byte;
   }
 
  public:
@@ -68,25 +77,14 @@ class States {
     return *last;
   }
 
-  // Loads `count` columns from column `i` of a block on, and the columns before.
-  template <class Arrange>
-  static EQQUANT_INLINE void load(const uint8_t* from, int64_t i, int64_t count, Window& window,
-                                  const Arrange& arrange) {
-    unrolled<columns_of_window>([&](auto back) {
-      const Bytes some = back == 0 ? ByteVector::load(from + i, count)
-                         : i > 0   ? ByteVector::load(from + i - back, count)
-                                   : ByteVector::template load_after_zeros<back>(from, count);
-      window[back] = ByteVector::input(arrange(some));
-    });
-  }
   // The level of the code of a plane in each column.
   template <int plane>
   EQQUANT_INLINE Bytes level(const Window& window) const {
-    Bytes index = maps[plane][0].of(window[0]);
-    unrolled<bytes_of_window - 1>([&](auto byte) {
-      // Of codes of 2 bits, only the first of a column reaches back to the third byte.
-      if (bits == 2 && byte == 1 && plane > 0) return;
-      index = ByteVector::add(index, maps[plane][byte + 1].of(window[byte + 1]));
+    Bytes index = maps[plane][0].template of<used(plane, 0)>(window[0]);
+    unrolled<bytes_of_window - 1>([&](auto before) {
+      constexpr int byte = before + 1, bits_of_byte = used(plane, byte);
+      if constexpr (bits_of_byte != 0)
+        index = ByteVector::add(index, maps[plane][byte].template of<bits_of_byte>(window[byte]));
     });
     return levels.look_up(index);
   }
@@ -122,10 +120,15 @@ class States {
         ByteVector::store(to + j, part ? ByteVector::halve(some) : some);
       }
   }
-  // Unpacks `count` columns from column `i` of a block on.
+  // Unpacks `count` columns from column `i` of a block on, with the columns before.
   EQQUANT_INLINE void unpack(const uint8_t* from, const uint8_t* high, int64_t i, int64_t count, uint8_t* to) const {
     Window window;
-    load(from, i, count, window, [&](Bytes x) { return order.place(x); });
+    unrolled<columns_of_window>([&](auto back) {
+      const Bytes some = back == 0 ? ByteVector::load(from + i, count)
+                         : i > 0   ? ByteVector::load(from + i - back, count)
+                                   : ByteVector::template load_after_zeros<back>(from, count);
+      window[back] = ByteVector::input(order.place(some));
+    });
     if constexpr (bits == 3)
       unrolled<2>([&](auto back) {
         const Bytes some = ByteVector::load(high + 1 + i - back, count);

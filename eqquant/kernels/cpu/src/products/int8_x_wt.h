@@ -269,8 +269,9 @@ float round_row(const Product& p, const float* scales, float largest, const uint
   }
   const float unit = most * largest / 127;
   const float per_unit = unit > 0 && std::isfinite(1 / unit) ? 1 / unit : 0;
+  const int power = spare_bits(largest);
   for (int64_t b = 0, j = 0; b < p.blocks; b++, j += block)
-    Int8Vector::round_block<bits>(p.levels, scales[b] * per_unit, block, codes + j, to + j, stride);
+    Int8Vector::round_block<bits>(p.levels, scales[b] * per_unit, power, block, codes + j, to + j, stride);
   return unit;
 }
 

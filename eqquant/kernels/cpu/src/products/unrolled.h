@@ -15,4 +15,8 @@ EQQUANT_INLINE void unrolled(const Use& use) {
   use(std::integral_constant<int, n - 1>());
 }
 
+// Keeps loads in a loop, which GCC would otherwise move before it: registers do not hold all results, so it would save
+// some on the stack.
+EQQUANT_INLINE void keep_in_loop() { asm volatile("" ::: "memory"); }
+
 EQQUANT_END

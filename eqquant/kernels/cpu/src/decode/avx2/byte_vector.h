@@ -59,16 +59,21 @@ struct ByteVector {
       return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
     }
   };
-  // Bit i of a result is the parity of the bits of a byte that mask i selects.
+  // Bit i of a result is the parity of the bits of a byte that mask i selects. `used` are the bits that any mask
+  // selects.
   struct Map {
     __m256i of_low, of_high;
     Map() = default;
     explicit Map(const uint8_t* masks) {
       uint8_t low[16], high[16];
-      find_parities(masks, 0, low), find_parities(masks, 4, high);
+      for (int value = 0; value < 16; value++)
+        low[value] = parities(masks, value), high[value] = parities(masks, value << 4);
       of_low = twice(low), of_high = twice(high);
     }
+    template <int used>
     EQQUANT_INLINE Bytes of(const Input& x) const {
+      if constexpr (used < 16) return _mm256_shuffle_epi8(of_low, x.low);
+      if constexpr (used % 16 == 0) return _mm256_shuffle_epi8(of_high, x.high);
       return add(_mm256_shuffle_epi8(of_low, x.low), _mm256_shuffle_epi8(of_high, x.high));
     }
   };

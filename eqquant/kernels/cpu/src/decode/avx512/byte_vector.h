@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "decode/parities.h"
 #include "microkernels/avx512/mask.h"
 #include "runtime/target.h"
 
@@ -52,16 +53,24 @@ struct ByteVector {
     }
     EQQUANT_INLINE Bytes place(Bytes x) const { return _mm512_permutexvar_epi32(index, x); }
   };
-  // Bit i of a result is the parity of the bits of a byte that mask i selects.
+  // Bit i of a result is the parity of the bits of a byte that mask i selects. `used` are the bits that any mask
+  // selects.
   struct Map {
-    __m512i matrix;
+    __m512i matrix, of_low;  // The results for the six low bits.
     Map() = default;
     explicit Map(const uint8_t* masks) {
       uint64_t rows = 0;  // The last bit is first.
       for (int i = 0; i < 8; i++) rows |= uint64_t{masks[i]} << 8 * (7 - i);
       matrix = _mm512_set1_epi64(static_cast<int64_t>(rows));
+      alignas(64) uint8_t low[64];
+      for (int value = 0; value < 64; value++) low[value] = parities(masks, value);
+      of_low = _mm512_load_si512(low);
     }
-    EQQUANT_INLINE Bytes of(Input x) const { return _mm512_gf2p8affine_epi64_epi8(x, matrix, 0); }
+    // Lookups and products of bits use different units of a core.
+    template <int used>
+    EQQUANT_INLINE Bytes of(Input x) const {
+      return used < 64 ? _mm512_permutexvar_epi8(x, of_low) : _mm512_gf2p8affine_epi64_epi8(x, matrix, 0);
+    }
   };
   template <int count>
   struct Table {

@@ -52,16 +52,21 @@ struct ByteVector {
   struct Order {
     EQQUANT_INLINE Bytes place(Bytes x) const { return x; }
   };
-  // Bit i of a result is the parity of the bits of a byte that mask i selects.
+  // Bit i of a result is the parity of the bits of a byte that mask i selects. `used` are the bits that any mask
+  // selects.
   struct Map {
     uint8x16_t of_low, of_high;
     Map() = default;
     explicit Map(const uint8_t* masks) {
       uint8_t low[16], high[16];
-      find_parities(masks, 0, low), find_parities(masks, 4, high);
+      for (int value = 0; value < 16; value++)
+        low[value] = parities(masks, value), high[value] = parities(masks, value << 4);
       of_low = vld1q_u8(low), of_high = vld1q_u8(high);
     }
+    template <int used>
     EQQUANT_INLINE Bytes of(const Input& x) const {
+      if constexpr (used < 16) return vqtbl1q_u8(of_low, x.low);
+      if constexpr (used % 16 == 0) return vqtbl1q_u8(of_high, x.high);
       return add(vqtbl1q_u8(of_low, x.low), vqtbl1q_u8(of_high, x.high));
     }
   };

@@ -288,13 +288,21 @@ float decode_row(const Product& p, const ChunkScales& blocks, float largest, int
           _mm512_mul_ps(blocks.read(scales, place.block), _mm512_set1_ps(per_unit)));
   };
   const int64_t some = std::min(p.blocks, last.block + blocks.of_chunk) - start.block;
-  const float most = absmax_of(scales + start.block, some) * largest;
+  // Scales of integers are fractions of 15 bits, and codes are shifted into the high bits of int16.
+  const int spare = spare_bits(largest);
+  const float most = absmax_of(scales + start.block, some) * (bits == 8 ? static_cast<float>(128 >> spare) : largest);
   if (!std::isfinite(most)) return NAN;
   float per_unit = largest_int16 / most;
   if (!std::isfinite(per_unit)) per_unit = 0;
   // The square of the largest norm of a lane. See `norm_of_lanes`.
   __m512 square = _mm512_setzero_ps();
   for_each_chunk(per_unit, [&](__m512i codes, __m512 scale) {
+    if constexpr (bits == 8) {
+      const __m512i low = decode<8, 0>(codes, codes), high = decode<8, 1>(codes, codes);
+      const __m512 sum = _mm512_cvtepi32_ps(_mm512_dpwssd_epi32(_mm512_madd_epi16(low, low), high, high));
+      square = _mm512_max_ps(square, _mm512_mul_ps(sum, _mm512_mul_ps(scale, scale)));
+      return;
+    }
     __m512 sum = _mm512_setzero_ps();
     for (int shift = 0, step = 1; shift < 16; shift += bits, step++) {
       const __m512 low = level<bits>(levels, codes, shift);
@@ -306,7 +314,18 @@ float decode_row(const Product& p, const ChunkScales& blocks, float largest, int
     }
   });
   per_unit *= shrunk(std::sqrt(_mm512_reduce_max_ps(square)), largest_norm);
+  const __m512 to_fraction = _mm512_set1_ps(static_cast<float>(128 >> spare));
+  const __m128i up = _mm_cvtsi32_si128(spare), to_high = _mm_cvtsi32_si128(8 + spare);
   for_each_chunk(per_unit, [&](__m512i codes, __m512 scale) {
+    if constexpr (bits == 8) {
+      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(scale, to_fraction));
+      const __m512i fraction = _mm512_mask_mov_epi16(whole, 0xAAAAAAAA, _mm512_slli_epi32(whole, 16));
+      const __m512i high = _mm512_sll_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(-256)), up);
+      _mm512_store_si512(to, _mm512_mulhrs_epi16(_mm512_sll_epi16(codes, to_high), fraction));
+      _mm512_store_si512(to + stride, _mm512_mulhrs_epi16(high, fraction));
+      to += 2 * stride;
+      return;
+    }
     const auto value = [&](int shift) {
       return _mm512_cvtps_epi32(_mm512_mul_ps(level<bits>(levels, codes, shift), scale));
     };

@@ -22,6 +22,10 @@ struct Int8Vector {
     return _mm512_maskz_loadu_epi8(first_bytes(count), p);
   }
   static EQQUANT_INLINE void store(void* p, Bytes x) { _mm512_storeu_si512(p, x); }
+  // Stores some of 16 bytes. A masked store takes many times as long.
+  static EQQUANT_INLINE void store(void* to, __mmask16 some, __m128i x) {
+    some == 0xFFFF ? _mm_storeu_si128(static_cast<__m128i*>(to), x) : _mm_mask_storeu_epi8(to, some, x);
+  }
   static EQQUANT_INLINE Bytes table(const uint8_t* of_codes) {
     return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(of_codes)));
   }
@@ -66,12 +70,7 @@ struct Int8Vector {
                     Sums* sums) {
     constexpr float low_per_high = 254;
     const __m512 factor = _mm512_set1_ps(per_unit);
-    const auto write = [](int8_t* to, __mmask16 some, __m512i of) {
-      const __m128i bytes = _mm512_cvtepi32_epi8(of);
-      // A masked store takes many times as long.
-      some == 0xFFFF ? _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes)
-                     : _mm_mask_storeu_epi8(to, some, bytes);
-    };
+    const auto write = [](int8_t* to, __mmask16 some, __m512i of) { store(to, some, _mm512_cvtepi32_epi8(of)); };
     for (int64_t i = 0; i < size; i += 16) {
       const __mmask16 some = first(size - i);
       const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + i), factor);
@@ -86,10 +85,12 @@ struct Int8Vector {
     }
   }
 
-  // Writes the levels of codes, times a factor, as bytes. Planes are `stride` apart.
+  // Writes the levels of codes, times a factor, as bytes. Planes are `stride` apart. Factors of int8 codes are at most
+  // 2^`power`.
   template <int bits>
-  static EQQUANT_INLINE void round_block(const float* levels, float factor, int64_t bytes,
+  static EQQUANT_INLINE void round_block(const float* levels, float factor, int power, int64_t bytes,
                                          const uint8_t* codes, uint8_t* to, int64_t stride) {
+    if constexpr (bits == 8) return scale_block(factor, power, bytes, codes, to);
     const __m512 by = _mm512_set1_ps(factor);
     const auto rounded = [&](__m512 x) {
       const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, by));
@@ -100,16 +101,34 @@ struct Int8Vector {
     for (int64_t j = 0; j < bytes; j += 16) {
       const __mmask16 some = first(bytes - j);
       const __m128i of = _mm_maskz_loadu_epi8(some, codes + j);
-      if constexpr (bits == 8) {
-        const __m512 values = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(of));
-        _mm_mask_storeu_epi8(to + j, some, rounded(values));
-      } else {
-        for (int plane = 0; plane < 8 / bits; plane++) {
-          const __m128i shifted = _mm_srl_epi16(of, _mm_cvtsi32_si128(plane * bits));
-          const __m128i code = _mm_and_si128(shifted, _mm_set1_epi8((1 << bits) - 1));
-          _mm_mask_storeu_epi8(to + plane * stride + j, some, _mm_shuffle_epi8(table, code));
-        }
+      for (int plane = 0; plane < 8 / bits; plane++) {
+        const __m128i shifted = _mm_srl_epi16(of, _mm_cvtsi32_si128(plane * bits));
+        const __m128i code = _mm_and_si128(shifted, _mm_set1_epi8((1 << bits) - 1));
+        store(to + plane * stride + j, some, _mm_shuffle_epi8(table, code));
       }
+    }
+  }
+  // Writes int8 codes times a factor: a power of two, by which codes are shifted, times a fraction of 15 bits.
+  static EQQUANT_INLINE void scale_block(float factor, int power, int64_t bytes, const uint8_t* codes,
+                                         uint8_t* to) {
+    const __m128i whole = _mm_cvtps_epi32(_mm_set1_ps(factor * static_cast<float>(1 << (15 - power))));
+    const __m512i fraction = _mm512_broadcastw_epi16(_mm_packs_epi32(whole, whole));  // 2^15 is rounded down.
+    const __m128i shift = _mm_cvtsi32_si128(power);
+    const __m256i sign = _mm256_set1_epi8(-128);
+    const auto scaled = [&](__m256i of) {
+      const __m512i values = _mm512_sll_epi16(_mm512_cvtepi8_epi16(of), shift);
+      // Saturate, because the level -128 with a negative scale is 128.
+      return _mm256_xor_si256(_mm512_cvtsepi16_epi8(_mm512_mulhrs_epi16(values, fraction)), sign);
+    };
+    int64_t j = 0;
+    for (; j + 32 <= bytes; j += 32) {
+      const __m256i of = scaled(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + j)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j), of);
+    }
+    for (; j < bytes; j += 16) {
+      const __mmask16 some = first(bytes - j);
+      const __m256i of = scaled(_mm256_castsi128_si256(_mm_maskz_loadu_epi8(some, codes + j)));
+      store(to + j, some, _mm256_castsi256_si128(of));
     }
   }
 };
