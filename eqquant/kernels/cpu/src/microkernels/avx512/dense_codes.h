@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "microkernels/avx512/mask.h"
@@ -43,14 +44,17 @@ class DenseCodes {
     used = _mm512_set1_epi8(static_cast<char>((1 << p.stored_bits) - 1));
     half_range = _mm512_set1_epi8(static_cast<char>(1 << (p.stored_bits - 1)));
   }
+  // 64 codes take at most 48 bytes. If 128 codes remain, 64 bytes can be read, without a mask: a masked load takes 5% of
+  // the time of a product (Zen 4).
+  static constexpr int64_t least_left = 128;
   static int64_t bytes_of_row(const Product& p) { return p.stored_bytes(); }
   // Codes beyond the first `count` are read as zeros, the lowest level.
   EQQUANT_INLINE __m512i read(const uint8_t* stored, int64_t count) const {
-    const __m512i from = _mm512_maskz_loadu_epi8(first_bytes(count * bytes / 64), stored);
+    const __m512i from = _mm512_maskz_loadu_epi8(first_bytes(std::min<int64_t>(count, 64) * bytes / 64), stored);
     return unpack(from);
   }
   EQQUANT_INLINE __m512i read(const uint8_t* stored) const {
-    return unpack(_mm512_maskz_loadu_epi8(first_bytes(bytes), stored));
+    return unpack(_mm512_loadu_si512(stored));
   }
 
  private:
@@ -66,7 +70,7 @@ class DenseCodes {
 
 // Codes that need no unpacking, 64 bytes at a time.
 struct WholeBytes {
-  static constexpr int64_t bytes = 64;
+  static constexpr int64_t bytes = 64, least_left = 64;
   static constexpr bool is_prefetched = true;
 
   explicit WholeBytes(const Product&) {}

@@ -150,15 +150,14 @@ struct BlockedRows {
     }
   }
   EQQUANT_INLINE void read() {
-    if (left >= chunk) {
-      for (int r = 0; r < rows; r++) {
-        of[r] = stored.read(codes + r * row_bytes);
-        if (!Stored::is_prefetched) continue;
-        prefetch(codes + r * row_bytes, far);
-        prefetch_near(codes + r * row_bytes);  // 24% less time for rows of 288 bytes (Zen 4).
-      }
-    } else {
+    if (left >= Stored::least_left)
+      for (int r = 0; r < rows; r++) of[r] = stored.read(codes + r * row_bytes);
+    else
       for (int r = 0; r < rows; r++) of[r] = stored.read(codes + r * row_bytes, left);
+    if (!Stored::is_prefetched) return;
+    for (int r = 0; r < rows; r++) {
+      prefetch(codes + r * row_bytes, far);
+      prefetch_near(codes + r * row_bytes);  // 24% less time for rows of 288 bytes (Zen 4).
     }
   }
   // The scale of each 32-bit lane of a row.
