@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from _tables import add_output_options, format_row, output, print_head
 from _timing import interleaved, machine, median
+from eqquant import formats
 from matmul import dense, dense_transposed, product, product_transposed
 
 
@@ -46,6 +47,11 @@ FORMATS = {
     "nf2": eqquant.NF2(),
     "mxfp4": eqquant.MXFP4(),
     "nvfp4": eqquant.NVFP4(),
+    "int5": formats.Int5(),
+    "int6": formats.Int6(),
+    "trellis2": formats.Trellis(bits=2),
+    "trellis3": formats.Trellis(bits=3),
+    "trellis4": formats.Trellis(bits=4),
 }
 SHAPES = "256x256 256x4096 4096x256 384x384 384x1536 1536x384 1024x1024 4096x4096"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
