@@ -102,7 +102,7 @@ struct Int8Vector {
 
   // Writes the levels of codes, times a factor, as bytes. Planes are `stride` apart.
   template <int bits>
-  static EQQUANT_INLINE void round_block(const float* levels, float factor, int, int64_t bytes,
+  static EQQUANT_INLINE void round_block(const float* levels, float factor, int /* power */, int64_t bytes,
                                          const uint8_t* codes, uint8_t* to, int64_t stride) {
     const Bytes table = rounded(load_sixteen(levels), factor);
     for (int64_t j = 0; j < bytes; j += 16) {

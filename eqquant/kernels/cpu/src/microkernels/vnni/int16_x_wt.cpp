@@ -266,12 +266,8 @@ struct alignas(64) Register {
 };
 
 // Returns the levels of the codes that begin at bit `shift` of each lane.
-template <int bits>
 EQQUANT_INLINE __m512 level(__m512 table, __m512i codes, int shift) {
-  const __m512i code = _mm512_srli_epi32(codes, shift);
-  if constexpr (bits == 8)
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24), 24));
-  return _mm512_permutexvar_ps(code, table);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, shift), table);
 }
 
 // Decodes chunks `begin` to `end` of a row of the weight to int16, times the scales. Returns the unit.
@@ -298,6 +294,7 @@ float decode_row(const Product& p, const ChunkScales& blocks, float largest, int
   __m512 square = _mm512_setzero_ps();
   for_each_chunk(per_unit, [&](__m512i codes, __m512 scale) {
     if constexpr (bits == 8) {
+      // Integers need no table.
       const __m512i low = decode<8, 0>(codes, codes), high = decode<8, 1>(codes, codes);
       const __m512 sum = _mm512_cvtepi32_ps(_mm512_dpwssd_epi32(_mm512_madd_epi16(low, low), high, high));
       square = _mm512_max_ps(square, _mm512_mul_ps(sum, _mm512_mul_ps(scale, scale)));
@@ -305,8 +302,8 @@ float decode_row(const Product& p, const ChunkScales& blocks, float largest, int
     }
     __m512 sum = _mm512_setzero_ps();
     for (int shift = 0, step = 1; shift < 16; shift += bits, step++) {
-      const __m512 low = level<bits>(levels, codes, shift);
-      const __m512 high = level<bits>(levels, codes, shift + 16);
+      const __m512 low = level(levels, codes, shift);
+      const __m512 high = level(levels, codes, shift + 16);
       sum = _mm512_fmadd_ps(low, low, _mm512_fmadd_ps(high, high, sum));
       if (step % InMemory<bits, 1>::steps_of_sum) continue;
       square = _mm512_max_ps(square, _mm512_mul_ps(sum, _mm512_mul_ps(scale, scale)));
@@ -327,7 +324,7 @@ float decode_row(const Product& p, const ChunkScales& blocks, float largest, int
       return;
     }
     const auto value = [&](int shift) {
-      return _mm512_cvtps_epi32(_mm512_mul_ps(level<bits>(levels, codes, shift), scale));
+      return _mm512_cvtps_epi32(_mm512_mul_ps(level(levels, codes, shift), scale));
     };
     for (int shift = 0; shift < 16; shift += bits, to += stride)
       _mm512_store_si512(to, _mm512_mask_mov_epi16(value(shift), 0xAAAAAAAA,
