@@ -24,8 +24,13 @@ def with_shape(x, shape: Sequence[int]) -> Any:
     return x.with_shape(shape) if is_implicit(x) else lax.reshape(x, shape)
 
 
-def contract(w, x, contraction: Contraction) -> Any:
-    """Return `ImplicitArray.contract`, for implicit and plain arrays."""
+def contract(w, x, contraction: Contraction, vector_first: bool = False) -> Any:
+    """Return `ImplicitArray.contract`, for implicit and plain arrays.
+
+    With `vector_first`, `jax.vmap` over a vector `x` returns rows of results that are
+    contiguous, so that nothing is transposed between two products of many rows. It
+    takes longer for a single vector and a plain array.
+    """
     if is_implicit(w):
         return w.contract(x, contraction)
     dtype = jnp.promote_types(w.dtype, x.dtype)
@@ -36,11 +41,12 @@ def contract(w, x, contraction: Contraction) -> Any:
     ]
     # For a vector the order of results does not matter, and the vector goes on the
     # right: otherwise XLA:CPU transposes the matrix.
+    is_vector = x.ndim == len(contraction.over) + len(contraction.batch)
     return dense_dot(
         x,
         w,
         swapped,
-        weight_first=x.ndim == len(contraction.over) + len(contraction.batch),
+        weight_first=is_vector and not vector_first,
         precision=contraction.precision,
         preferred_element_type=contraction.out_dtype,
         out_sharding=contraction.out_sharding,

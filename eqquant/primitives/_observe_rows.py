@@ -6,6 +6,7 @@ matrices, and store the rows only once for the backward pass.
 """
 
 import functools as ft
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ observe_product_p = Primitive("observe_product")
 # The tangent of `observe_product` with `every_row`: its arguments after the first are
 # the sums without `power`, and the tangents of all sums.
 observed_product_p = Primitive("observed_product")
-# The columns per block of a Gram matrix. Blocks below the diagonal are left out.
-_block = 512
+# The least columns per block of a Gram matrix. Blocks below the diagonal are left out,
+# which saves less than the slices of smaller blocks take.
+_block = 1024
 
 
 def observe_rows(
@@ -119,13 +121,20 @@ def _power(ct, lead: int, dtype):
 
 def _sums_of_inputs(rows, live, lead: int, dtype):
     """Return the upper triangle of `x^T x`, the number of rows, the sum of their
-    largest magnitudes, and `other^T x` if there are other rows."""
+    largest magnitudes, and `other^T x` if there are other rows. `live` shows which rows
+    count; with None, all do."""
     summed = _summed(rows[0].ndim, lead)
-    live = jnp.broadcast_to(live, rows[0].shape[:-1])
-    x, *others = [jnp.where(live[..., None], r, 0).astype(dtype) for r in rows]
+    if live is None:
+        # Without a mask, the compiler finds that weights with the same inputs have the
+        # same sums. Masks of ones would be separate arguments of the body of a `scan`.
+        x, *others = [r.astype(dtype) for r in rows]
+        stack = x.shape[x.ndim - 2 - lead : x.ndim - 2]
+        count = jnp.full(stack, math.prod(x.shape[axis] for axis in summed), dtype)
+    else:
+        x, *others = [jnp.where(live[..., None], r, 0).astype(dtype) for r in rows]
+        count = jnp.sum(live.astype(dtype), summed)
     peak = jnp.sum(jnp.max(jnp.abs(x), -1), summed)
     crosses = [_cross(other, x, lead) for other in others]
-    count = jnp.sum(live.astype(dtype), summed)
     return _upper_gram(x, lead), count, peak, *crosses
 
 
@@ -151,7 +160,7 @@ def _transpose_product(ct, *args, every_row: bool):
     if not ad.is_undefined_primal(gram):
         return [out_ct, *[None] * (len(args) - 1)]
     lead, dtype = gram.aval.ndim - 2, gram.aval.dtype
-    live = True if every_row else jnp.any(ct != 0, -1)
+    live = None if every_row else jnp.any(ct != 0, -1)
     total, count, *others = _sums_of_inputs(rows, live, lead, dtype)
     power = _power(ct, lead, dtype)
     return [out_ct, *[None] * len(rows), total, count, power, *others]
@@ -165,7 +174,7 @@ def _product_jvp(primals, tangents, *, every_row: bool):
     if not every_row:
         return value, observe_product_p.bind(out_t, *rows, *sums_t, every_row=False)
     # The sums of all rows are known now, so the backward pass does not store the rows.
-    known = _sums_of_inputs(rows, True, sums[0].ndim - 2, sums[0].dtype)
+    known = _sums_of_inputs(rows, None, sums[0].ndim - 2, sums[0].dtype)
     return value, observed_product_p.bind(out_t, *known, *sums_t)
 
 

@@ -243,7 +243,7 @@ class ObservedArray(ArrayOperators):
 
     def contract(self, x, contraction: Contraction) -> Any:
         base = self._tied() if self.curvature else self.base
-        out = contract(base, x, contraction)
+        out = contract(base, x, contraction, vector_first=True)
         over, batch = contraction.over, contraction.batch
         x_axis_of = {axis - self.ndim: i for axis, i in (*over, *batch)}
         batched = [axis - self.ndim for axis, _ in batch]
