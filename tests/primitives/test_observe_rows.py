@@ -123,3 +123,29 @@ def test_tangents_of_mapped_products_are_unchanged(every_row):
     value, changed = jax.vmap(forward)(out, x, 2 * out)
     assert_identical(value, out)
     np.testing.assert_array_equal(changed, 2 * out)
+
+
+def test_upper_triangle_of_a_large_gram_in_blocks():
+    size = 2100
+    ct = integers(3, size)
+    seen = jnp.zeros((size, size)), jnp.zeros(()), jnp.zeros(())
+    _, pull = jax.vjp(lambda *seen: observe_rows(jnp.asarray(ct), *seen), *seen)
+    gram, *_ = pull(jnp.asarray(ct))
+    np.testing.assert_array_equal(np.triu(gram), np.triu(ct.T @ ct))
+    assert not np.any(gram[size // 2 :, : size // 2]), "blocks below are left out"
+
+
+def test_the_same_inputs_in_a_scan_are_summed_once():
+    x, out = jnp.asarray(integers(ROWS, SIZE)), jnp.asarray(integers(ROWS, 3))
+
+    def fn(*seen):
+        def layer(x, seen):
+            parts = [observe_product(out, x, *one, every_row=True) for one in seen]
+            return x + jnp.sum(parts[0]) + jnp.sum(parts[1]), None
+
+        return jnp.sum(jax.lax.scan(layer, x, seen)[0])
+
+    one = *map(lambda part: jnp.stack([part] * 2), zeros()), jnp.zeros(2)
+    grad = jax.jit(jax.grad(fn, (0, 1)))
+    compiled = grad.lower(one, one).compile().as_text()
+    assert compiled.count(f" = f32[{SIZE},{SIZE}]{{1,0}} dot(") == 1, compiled
