@@ -244,7 +244,7 @@ docs-version: $(VENV)/.has-docs
 	mike deploy --update-aliases "$$version" latest && mike set-default latest
 
 # The scripts that time eqquant alone, without a GPU; benchmarks/README.md lists the others.
-BENCHMARKS := dispatch kv_cache matmul published quantize rounding training
+BENCHMARKS := dispatch hadamard kv_cache matmul published quantize rounding training
 
 bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 	set -e; for script in $(BENCHMARKS); do \

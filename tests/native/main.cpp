@@ -12,6 +12,7 @@
 
 #include "decode/states.h"
 #include "decode/unpack.h"
+#include "encode/hadamard.h"
 #include "encode/relayout.h"
 #include "runtime/loop.h"
 #include "runtime/machine.h"
@@ -314,6 +315,24 @@ bool check_rounding() {
   return fine;
 }
 
+// Compares a rotation with sums in double precision.
+bool check_rotation() {
+  std::normal_distribution<float> normal;
+  const int64_t block = int64_t{1} << below(11), size = block * (1 + below(3));
+  std::unique_ptr<float[]> x(new float[size]), y(new float[size]);
+  for (int64_t i = 0; i < size; i++) x[i] = normal(generator);
+  eqquant::hadamard(x.get(), y.get(), size, block);
+  double worst = 0;
+  for (int64_t i = 0; i < size; i++) {
+    double sum = 0;
+    // The sign is the parity of the common bits of both indices.
+    for (int64_t j = 0; j < block; j++) sum += (__builtin_parityll(i % block & j) ? -1 : 1) * x[i / block * block + j];
+    worst = std::max(worst, std::abs(sum / std::sqrt(double(block)) - y[i]));
+  }
+  if (worst > 2e-6) std::printf("rotation: wrong by %g; size %ld block %ld\n", worst, long(size), long(block));
+  return worst <= 2e-6;
+}
+
 // Compares moves of bits with a loop over bits.
 // Returns code `i` of a block of `run` codes with a history. See decode/states.h.
 int code_with_history(const uint8_t* block, int64_t run, int bits, int64_t i) {
@@ -516,6 +535,10 @@ int main(int argc, char** argv) {
   int wrong = 0;
   for (int i = 0; i < 2 * times && best; i++) wrong += !check_rounding();
   std::printf("%d arrays rounded, %d wrong\n", 2 * times, wrong);
+  failed += wrong;
+  wrong = 0;
+  for (int i = 0; i < 2 * times && best; i++) wrong += !check_rotation();
+  std::printf("%d arrays rotated, %d wrong\n", 2 * times, wrong);
   failed += wrong;
   wrong = 0;
   for (int i = 0; i < 2 * times; i++) wrong += !check_relayout();

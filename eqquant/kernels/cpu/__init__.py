@@ -11,6 +11,7 @@ from ._choose import cpu_of, describe, KERNELS, NativeKernel, rule_of, why_unsup
 from ._encode import encode, encodes
 from ._library import load, status
 from ._relayout import find_layouts, Layout, relayout
+from ._rotate import rotate, rotates
 from ._round import round_rows, round_trip, rounds
 from ._rules import describe_limits, describe_rules, limits, RULES
 from ._search import search, searches

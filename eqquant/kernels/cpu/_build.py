@@ -128,7 +128,7 @@ def build(
     workers = min(_cores(), len(sources))
     say(
         f"Compiling the native CPU kernels: {len(sources)} files, {workers} at a time. "
-        "This takes about 30 seconds on two cores."
+        "This takes about a minute on two cores."
     )
     with (
         tempfile.TemporaryDirectory() as scratch,

@@ -17,6 +17,7 @@ from ._build import architecture, fingerprint, library
 # The instruction sets of CPUs. Each includes all previous ones.
 _sets = {"x86": ("avx2", "avx512", "vnni", "amx"), "arm": ("neon", "dotprod", "i8mm")}
 instruction_sets = _sets.get(architecture() or "", ())
+_handlers = "dot", "encode", "rotate", "round", "round_int8", "search", "transpose"
 # The sets that multiply int8.
 INT8_SETS = "vnni", "i8mm", "dotprod"
 
@@ -57,7 +58,7 @@ def load() -> Library | str:
             return "the native kernels are older than their sources (reinstall eqquant)"
         if native.eqquant_interface() > _interface_of_xla():
             return "the native kernels were built for a later JAX (reinstall eqquant)"
-        for name in ("dot", "encode", "round", "round_int8", "search", "transpose"):
+        for name in _handlers:
             handler = jax.ffi.pycapsule(getattr(native, f"eqquant_{name}"))
             jax.ffi.register_ffi_target(f"eqquant_{name}", handler, platform="cpu")
     except Exception as error:  # XLA computes the products.

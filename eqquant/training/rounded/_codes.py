@@ -1,6 +1,5 @@
 """Rounding to narrow numbers: scales, minifloats, and stochastic rounding."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -8,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, Shaped, UInt16, UInt32
+
+from ...arrays import hadamard
 
 
 def absmax(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
@@ -134,18 +135,11 @@ def random_hadamard(
 ) -> Float[Array, "..."]:
     """Multiply each block of 16 along an axis by random signs, and by the Hadamard
     matrix. The padded blocks stay in the result."""
-    matrix = np.ones((1, 1), np.float32)
-    for _ in range(4):
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    matrix = matrix / math.sqrt(len(matrix)) * _signs
     blocks = in_blocks(x, axis, len(_signs))
-    out = jnp.tensordot(
-        blocks,
-        matrix.T if not inverse else matrix,
-        ((axis + blocks.ndim,), (0,)),
-        precision="highest",
-    )
+    signs = jnp.asarray(_signs, x.dtype).reshape(-1, *(1,) * (-1 - axis))
+    rotate = lambda x: hadamard(x, axis, len(_signs))
+    out = rotate(blocks) * signs if inverse else rotate(blocks * signs)
     # Without a barrier, XLA:CPU folds a constant operand, and then reads the bits of
     # the transposed constant in the wrong order.
-    out = lax.optimization_barrier(jnp.moveaxis(out, -1, axis))
+    out = lax.optimization_barrier(out)
     return from_blocks(out, axis, out.shape[axis] * out.shape[axis - 1])
