@@ -22,14 +22,15 @@ from _calibration_data import Batch, calibration_batches
 
 
 NF4 = eqquant.NF4(scale_dtype="bfloat16")
-# Formats that a byte budget may use. 8-bit scales are the smallest.
-SHORT = {"double_quantization": True}
+# Formats that a byte budget may use. 192 divides the rows of all weights.
+SHORT = {"block_size": 32, "scale_dtype": "bfloat16"}
+TRELLIS = [eqquant.formats.Trellis(bits=bits, block_size=192) for bits in (2, 3, 4)]
 FORMATS = [
-    *(eqquant.NF2(block_size=n, **SHORT) for n in (32, 64)),
-    *(eqquant.NF3(block_size=n, **SHORT) for n in (32, 64)),
-    *(eqquant.NF4(block_size=n, fit="search", **SHORT) for n in (16, 32, 64)),
+    *TRELLIS,
+    eqquant.formats.Int5(**SHORT),
+    eqquant.formats.Int6(**SHORT),
     eqquant.Int8(),
-    eqquant.Int8(block_size=32, scale_dtype="bfloat16"),
+    eqquant.Int8(**SHORT),
 ]
 BITS = [8.2, 5.5, 4.35, 3.85, 3.4, 2.6]
 # 768 weights that are added to every token, so that their errors matter most.
@@ -41,6 +42,7 @@ ROWS = {
     "nf4, rotated": (NF4, False, True),
     "nf4, GPTQ": (NF4, True, False),
     "nf4, GPTQ, rotated": (NF4, True, True),
+    **{f"trellis{x.bits}, GPTQ, rotated": (x, True, True) for x in TRELLIS[::-1]},
 }
 
 
@@ -114,7 +116,7 @@ def plot(
             at = row["bits"], 1 - row["mean"]
             left.annotate(row["format"], at, xytext=(5, 3), textcoords="offset points")
     left.set(xlabel="bits per weight", ylabel="1 - mean cosine", yscale="log")
-    left.margins(0.2)
+    left.margins(0.3, 0.2)
     allocation.plot(right)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
