@@ -15,4 +15,12 @@ void by_fours(int64_t begin, int64_t end, const Use& use) {
   for (; begin < end; begin++) use(std::integral_constant<int, 1>(), begin);
 }
 
+// The same, with groups of `most` rows first: 4 or 8.
+template <int most, class Use>
+void by_rows(int64_t begin, int64_t end, const Use& use) {
+  if constexpr (most > 4)
+    for (; begin + most <= end; begin += most) use(std::integral_constant<int, most>(), begin);
+  by_fours(begin, end, use);
+}
+
 EQQUANT_END

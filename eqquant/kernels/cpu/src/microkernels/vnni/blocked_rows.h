@@ -84,7 +84,7 @@ struct BlockedRows {
   int64_t block = 0, of_block;       // The first block after the span; and its groups, unless spans have whole blocks.
   __m512i lanes, of[rows];
   __m512 of_span[rows];
-  alignas(16) float units[4];
+  alignas(16) float units[rows < 4 ? 4 : rows];
 
   // Always inlined: otherwise the members of a local variable stay in memory.
   EQQUANT_INLINE BlockedRows(const Product& p, float level_unit, const ChunkScales& blocks, const Stored& stored,
@@ -97,7 +97,8 @@ struct BlockedRows {
         of_block(blocks.groups_of_block) {
     // A power of two for the whole row is part of the unit.
     const __m128 unit = _mm_set1_ps(level_unit);
-    _mm_store_ps(units, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<rows>(exponents)) : unit);
+    for (int r = 0; r < rows; r += 4)
+      _mm_store_ps(units + r, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<std::min(rows, 4)>(exponents + r)) : unit);
     read_scales();
   }
   // Decodes the powers of two of `count` rows, one byte each. 255 is NaN.

@@ -227,14 +227,14 @@ EQQUANT_INLINE void write(const Product& p, const BlockedRows<rows, Stored>& wei
                           const __m512 (&totals)[rows][count]) {
   float* y = p.y + row;
   for (int i = 0; i < count; i++, y += p.rows) {
-    alignas(16) float of[4] = {};
-    if constexpr (rows == 4)
-      _mm_store_ps(of, Vector::sum_four(totals[0][i], totals[1][i], totals[2][i], totals[3][i]));
-    else
-      for (int r = 0; r < rows; r++) of[r] = Vector::sum(totals[r][i]);
     // Weights with offsets have the unit 1.
-    _mm_store_ps(of, _mm_mul_ps(_mm_load_ps(of), _mm_load_ps(weights.units)));
-    std::memcpy(y, of, rows * sizeof(float));
+    if constexpr (rows % 4 == 0)
+      for (int r = 0; r < rows; r += 4) {
+        const __m128 of = Vector::sum_four(totals[r][i], totals[r + 1][i], totals[r + 2][i], totals[r + 3][i]);
+        _mm_storeu_ps(y + r, _mm_mul_ps(of, _mm_load_ps(weights.units + r)));
+      }
+    else
+      for (int r = 0; r < rows; r++) y[r] = Vector::sum(totals[r][i]) * weights.units[r];
   }
 }
 
@@ -299,7 +299,7 @@ void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end
   const float* const units = reinterpret_cast<const float*>(scratch + units_at(p, 0));
   with_constant<most_rows>(static_cast<int>(p.m), [&](auto count) {
     with_constant<bits < least_bits_of_parts ? 1 : 2>(p.parts, [&](auto parts) {
-      by_fours(begin, end, [&](auto rows, int64_t row) {
+      by_rows<count == 1 && parts == 1 ? 8 : 4>(begin, end, [&](auto rows, int64_t row) {
         Tile<bits, rows, count, parts, Stored, looks_up>::run(p, from, row, scratch, units, units_of_row(p));
       });
     });
