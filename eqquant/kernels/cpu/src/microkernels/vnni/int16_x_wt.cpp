@@ -412,10 +412,10 @@ void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end)
     RowOffsets offsets(p, end);
     by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(stored, scales, offsets, row); });
   };
-  if constexpr (bits == 8)
-    if (reads_stored(p)) return few(DenseCodes<true>(p));
-  if constexpr (bits >= 4)  // Others are stored as they are read.
+  if constexpr (bits >= 4) {  // Others are stored as they are read.
+    if (reads_stored(p)) return few(DenseCodes<bits == 8>(p));
     if (p.m < many(p) && p.is_unpacked()) return few(UnpackedBytes(p));
+  }
   if (p.m < many(p)) return few(WholeBytes(p));
   const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;

@@ -308,13 +308,15 @@ void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end
 
 template <int bits, bool looks_up>
 void run_whole_bytes(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  if constexpr (bits == 4)
+    if (reads_stored(p)) return run_tiles<bits, DenseCodes<false>, looks_up>(p, scratch, begin, end);
   if constexpr (bits >= 4)  // Others are stored as they are read.
     if (p.is_unpacked()) return run_tiles<bits, UnpackedBytes, looks_up>(p, scratch, begin, end);
   run_tiles<bits, WholeBytes, looks_up>(p, scratch, begin, end);
 }
 
 inline void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
-  if (reads_stored(p)) return run_tiles<8, DenseCodes<false>, false>(p, scratch, begin, end);
+  if (p.bits == 8 && reads_stored(p)) return run_tiles<8, DenseCodes<false>, false>(p, scratch, begin, end);
   if (p.bits == 8) return run_whole_bytes<8, true>(p, scratch, begin, end);
   const bool are_codes = Levels(p).are_codes;
   with_bits(p, [&](auto bits) {
