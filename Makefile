@@ -282,7 +282,7 @@ $(VENV)/.exists:
 # Install eqquant, editable, with one of its extras. This also compiles the native kernels if
 # a compiler is present. pip hides the output of a build, so print the result here.
 $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
-	@echo 'Installing eqquant[$*]. Compiling its native CPU kernels takes about 30 seconds' \
+	@echo 'Installing eqquant[$*]. Compiling its native CPU kernels takes about a minute' \
 		'on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'

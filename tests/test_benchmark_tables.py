@@ -60,3 +60,12 @@ def test_every_script_is_listed():
     text = (BENCHMARKS / "static" / "README.md").read_text()
     for path in (BENCHMARKS / "static").glob("*.py"):
         assert f"`{path.name}`" in text
+
+
+def test_rotation_benchmark(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    importlib.import_module("hadamard").main(["--sizes", "96", "--rows", "8"])
+    *_, row = capsys.readouterr().out.splitlines()
+    size, block, rows, *times = row.split()
+    assert (size, block, rows) == ("96", "32", "8")
+    assert all(float(time) > 0 for time in times)
