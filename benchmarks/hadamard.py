@@ -20,7 +20,6 @@ from _timing import interleaved, machine, median
 from eqquant.arrays import hadamard, hadamard_block, RotatedArray
 from eqquant.primitives import hadamard_by_products
 from jax import lax
-from jaxtyping import Array, Float
 
 
 SIZES = 576, 1536, 2048, 4096
@@ -45,7 +44,6 @@ def measure(size: int, rows: int) -> list[str]:
     rotated = RotatedArray(eqquant.quantize(hadamard(weight, -1, block), "nf4"), block)
     runs = max(2, 400 // rows)
     multiply = lambda x, w: x @ w.T
-    rotate: Callable[[Float[Array, ...]], Float[Array, ...]]
     rotate = ft.partial(hadamard, axis=-1, block=block)
     programs = {
         "rotation": (repeated(rotate, runs), x),

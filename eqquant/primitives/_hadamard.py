@@ -40,16 +40,8 @@ def _hadamard(x: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..
     dtype = x.dtype
     x = jnp.moveaxis(x, axis, -1).astype(wide_dtype(dtype))
     # XLA knows how to split products over the devices of a mesh.
-    x = (
-        hadamard_by_products(x, block=block)
-        if has_explicit_axes()
-        else _bind(x, block=block)
-    )
-    return jnp.moveaxis(x, -1, axis).astype(dtype)
-
-
-def _bind(x: Float[Array, "*lead size"], *, block: int) -> Float[Array, "*lead size"]:
-    return hadamard_p.bind(x, block=block)
+    rotate = hadamard_by_products if has_explicit_axes() else hadamard_p.bind
+    return jnp.moveaxis(rotate(x, block=block), -1, axis).astype(dtype)
 
 
 def hadamard_by_products(
@@ -82,15 +74,15 @@ def _lower_for_cpu(ctx, x, *, block: int):
     (aval,) = ctx.avals_in
     # The compiler can split programs of XLA over devices, but not a kernel. An exported
     # program may run without the library.
-    is_free = is_automatically_partitioned(ctx) or is_exported(ctx)
-    by_kernel = not is_free and cpu.rotates(aval)
-    fn = cpu.rotate if by_kernel else hadamard_by_products
+    by_xla = is_automatically_partitioned(ctx) or is_exported(ctx)
+    by_xla = by_xla or not cpu.rotates(aval)
+    fn = hadamard_by_products if by_xla else cpu.rotate
     return mlir.lower_fun(fn, multiple_results=False)(ctx, x, block=block)
 
 
 def _batch(args, dims, *, block: int):
     (x,), (dim,) = args, dims
-    return _bind(jnp.moveaxis(x, dim, 0), block=block), 0
+    return hadamard_p.bind(jnp.moveaxis(x, dim, 0), block=block), 0
 
 
 define_impl(hadamard_p, hadamard_by_products)
@@ -101,4 +93,4 @@ mlir.register_lowering(
 mlir.register_lowering(hadamard_p, _lower_for_cpu, platform="cpu")
 batching.primitive_batchers[hadamard_p] = _batch
 # The matrix is symmetric.
-ad.deflinear2(hadamard_p, lambda ct, x, *, block: [_bind(ct, block=block)])
+ad.deflinear2(hadamard_p, lambda ct, x, *, block: [hadamard_p.bind(ct, block=block)])

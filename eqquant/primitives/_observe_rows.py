@@ -25,8 +25,8 @@ observe_product_p = Primitive("observe_product")
 # The tangent of `observe_product` with `every_row`: its arguments after the first are
 # the sums without `power`, and the tangents of all sums.
 observed_product_p = Primitive("observed_product")
-# The least columns per block of a Gram matrix. Blocks below the diagonal are left out,
-# which saves less than the slices of smaller blocks take.
+# The smallest number of columns in a block of a Gram matrix. Blocks below the diagonal
+# are left out. With smaller blocks, copying slices takes more time than that saves.
 _block = 1024
 
 
