@@ -37,7 +37,8 @@ columns:
 
 "x llama.cpp" is the ratio to the better row of llama.cpp: on CPUs, flash attention, its
 default, can be slower. Keys and values are in INT8 here, as in
-`examples/llama/generate.py`, and in float16 in llama.cpp.
+`examples/llama/generate.py`, and in float16 in llama.cpp. As in that program, weights
+with the same input are joined, and a token is read while the next one is computed.
 
 The files take 11 GB (1.1 GB with `--small`) on disk (`--folder`), and the processes
 need as much memory. Installing llama.cpp compiles it: 15 minutes on two cores.

@@ -23,6 +23,7 @@ sys.path.insert(0, str(HERE.parents[1] / "examples" / "llama"))
 
 from config import Config  # noqa: E402
 from generate import quantize_cache  # noqa: E402
+from joined import join  # noqa: E402
 from load import load_in, open_model  # noqa: E402
 from model import Decoder, empty_cache, Layer, unstack  # noqa: E402
 from program_cache import release_freed  # noqa: E402
@@ -174,11 +175,14 @@ class Runs:
 
     def decode(self, sequences: int, context: int, steps: int) -> None:
         cache = self.caches.pop((sequences, context))  # The first step donates it.
-        tokens = jnp.ones((sequences, 1), jnp.int32)
+        tokens = before = jnp.ones((sequences, 1), jnp.int32)
         for i in range(steps):
             start = np.int32(context + i)
             tokens, cache = self.step(self.arrays, cache, tokens, start)
-            tokens = jax.block_until_ready(tokens)  # A user would read each token.
+            # A user reads each token, while the next one is computed.
+            np.asarray(before)
+            before = tokens
+        np.asarray(before)
         self.caches[sequences, context] = cache
 
 
@@ -188,7 +192,7 @@ def load(shape: Shape, variant: str, path: pathlib.Path, threads: int) -> Runs:
     assert len(os.sched_getaffinity(0)) == threads
     if path.suffix == ".gguf":
         model = load_in(open_model(path), None, {"int8": "int8"})
-        model = eqquant.with_compute(model, precision=variant)
+        model = join(eqquant.with_compute(model, precision=variant))
         return Runs(shape, model, "int8")
     dtype, format = variants[variant]
     model = eqquant.load(path, like=_skeleton(shape, dtype, format is not None))

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from chat import chat
+from joined import join
 from load import can_stack, load_in, Model, open_model
 from lora import load_adapters
 from model import Cache, Caches, Decoder, empty_cache
@@ -101,7 +102,7 @@ class Generator:
         self._kv, self._rotate = kv, rotate
         choose = sampling or Sampling()
         self._seed = np.uint32(seed % 2**32)
-        arrays, static = eqx.partition(model, _is_array)
+        arrays, static = eqx.partition(join(model), _is_array)
         # JAX flattens a list fastest, and this happens for each token.
         self._arrays, treedef = jax.tree.flatten(arrays)
         self._treedef = treedef
@@ -117,7 +118,7 @@ class Generator:
             hidden = jax.lax.dynamic_slice_in_dim(hidden, last, 1, 1)
             logits = model.logits(hidden)[:, 0]
             key = jax.random.fold_in(jax.random.key(seed), start + last)
-            return choose(logits, key), cache
+            return choose(logits, key)[:, None], cache
 
         def step(arrays, parts, *args):
             # `quaxify` needs quantized arrays, rather than their parts.
@@ -145,7 +146,7 @@ class Generator:
 
     def put(self, model: Decoder) -> None:
         """Take the weights of a model instead of their shapes."""
-        arrays, treedef = jax.tree.flatten(eqx.filter(model, _is_array))
+        arrays, treedef = jax.tree.flatten(eqx.filter(join(model), _is_array))
         if treedef != self._treedef or [*map(_abstract, arrays)] != [
             *map(_abstract, self._arrays)
         ]:
@@ -164,15 +165,17 @@ class Generator:
         windows = windows_of(self._skeleton)
         return quantize_cache(cache, self._kv, self._rotate, windows, PIECES[0])
 
-    def _run(self, tokens: np.ndarray, start: int, last: int) -> jax.Array:
-        """Append tokens. Tokens after position `start + last` are padding."""
-        self._cached[start:] = tokens[: last + 1].tolist()
+    def _run(self, tokens: Any, start: int, last: int) -> jax.Array:
+        """Append tokens `(1, length)`, and return the next token `(1, 1)`. Tokens after
+        position `start + last` are padding. The caller adds the others to `_cached`."""
+        length = tokens.shape[1]
+        del self._cached[start:]
         kept = self._window + PIECES[0] - 1
-        overwritten = start + len(tokens) - kept if self._window else 0
+        overwritten = start + length - kept if self._window else 0
         self._oldest = max(self._oldest if start else 0, overwritten)
-        program = self._program(len(tokens))
         numbers = np.int32(start), np.int32(last), self._seed
-        token, self._cache = program(self._arrays, self._cache, tokens[None], *numbers)
+        program = self._program(length)
+        token, self._cache = program(self._arrays, self._cache, tokens, *numbers)
         return token
 
     def _program(self, length: int) -> jax.stages.Compiled:
@@ -251,19 +254,33 @@ class Generator:
                 f"The prompt has {len(prompt)} tokens, but the capacity is "
                 f"{self.capacity - 1}."
             )
-        token = np.zeros(1, np.int32)
+        token = np.zeros((1, 1), np.int32)
         for start, padded, length in self._pieces(len(prompt), self._reused(prompt)):
             # Later tokens overwrite the entries of the padding.
-            piece = np.zeros(padded, np.int32)
-            piece[:length] = prompt[start : start + length]
+            piece = np.zeros((1, padded), np.int32)
+            piece[0, :length] = prompt[start : start + length]
             token = self._run(piece, start, length - 1)
+            self._cached += prompt[start : start + length]
         return _first(token)
 
     def decode(self, token: int, start: int) -> Iterator[int]:
-        """Yield tokens after the token at position `start`, up to the capacity."""
-        for position in range(start, self.capacity):
-            token = _first(self._run(np.array([token], np.int32), position, 0))
+        """Yield tokens after the token at position `start`, up to the capacity.
+
+        Each computation starts before the caller gets the token that it appends, so
+        that Python and the caller take no time from it. If the caller stops, that
+        computation was not needed.
+        """
+        if start >= self.capacity:
+            return
+        found = self._run(np.full((1, 1), token, np.int32), start, 0)
+        self._cached.append(token)
+        for position in range(start + 1, self.capacity):
+            following = self._run(found, position, 0)
+            token = _first(found)
+            self._cached.append(token)
             yield token
+            found = following
+        yield _first(found)
 
     def __call__(
         self, prompt: Sequence[int], stop: Set[int] = frozenset()
@@ -281,7 +298,7 @@ class Generator:
 
 def _first(tokens: jax.Array | np.ndarray) -> int:
     """Return the first of several tokens. XLA would compile a program for an index."""
-    return int(np.asarray(tokens)[0])
+    return int(np.asarray(tokens)[0, 0])
 
 
 def _is_array(x) -> bool:

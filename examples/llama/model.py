@@ -14,8 +14,8 @@ Text generation keeps the keys and values of earlier tokens in a cache:
 
 The layers are stacked and run under `lax.scan`, so that only one layer is compiled.
 Under `eqquant.quaxify`, products read quantized weights of a layer in the stack.
-`Mixed` (mixed.py) stacks weights that a file stores in different formats, and `unstack`
-separates layers.
+`Mixed` (mixed.py) stacks weights that a file stores in different formats, `join`
+(joined.py) joins weights with the same input, and `unstack` separates layers.
 """
 
 import functools as ft
@@ -29,6 +29,7 @@ from cache import Cache, View
 from config import Config, rope_frequencies
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+from joined import Joined, project
 from layout import Layout
 from mixed import is_mixed, layer_at, Linear
 
@@ -41,12 +42,6 @@ Place = Int[Array, ""] | tuple[Int[Array, ""], Int[Array, ""]]
 #
 # Layers
 #
-
-
-def _project(
-    linear: eqx.nn.Linear, x: Float[Array, "batch length size"]
-) -> Float[Array, "batch length out"]:
-    return jax.vmap(jax.vmap(linear))(x)
 
 
 class RMSNorm(eqx.Module):
@@ -66,9 +61,9 @@ class RMSNorm(eqx.Module):
 
 
 class Attention(eqx.Module):
-    query: Linear
-    key: Linear
-    value: Linear
+    query: Linear | Joined  # `join` may also have put key and value here.
+    key: Linear | Joined | None
+    value: Linear | None
     output: Linear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
@@ -99,17 +94,16 @@ class Attention(eqx.Module):
     ) -> tuple[Float[Array, "batch length size"], Caches | None]:
         batch, length, _ = x.shape
 
-        def heads_of(linear):
-            y = _project(linear, x).reshape(batch, length, -1, self.config.head_size)
-            return y.swapaxes(1, 2)
+        def heads_of(y):
+            return y.reshape(batch, length, -1, self.config.head_size).swapaxes(1, 2)
 
-        q, k, v = heads_of(self.query), heads_of(self.key), heads_of(self.value)
+        q, k, v = map(heads_of, project([self.query, self.key, self.value], x))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         inner = self._attend if layout is None else layout.attention(self._attend)
         y, cache = inner(q, k, v, view, cache, layer, start)
         y = y.swapaxes(1, 2).reshape(batch, length, -1)
-        return _project(self.output, y), cache
+        return project([self.output], y)[0], cache
 
     def _attend(self, q, k, v, view, cache, layer, start):
         """Compute attention for queries `(batch, heads, length, size)` of some
@@ -156,8 +150,8 @@ _activations = {"silu": jax.nn.silu, "gelu": ft.partial(jax.nn.gelu, approximate
 class MLP(eqx.Module):
     """SwiGLU, or GeGLU."""
 
-    gate: Linear
-    up: Linear
+    gate: Linear | Joined  # `join` may also have put `up` here.
+    up: Linear | None
     down: Linear
     activation: str = eqx.field(static=True)
 
@@ -172,8 +166,8 @@ class MLP(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length size"]
     ) -> Float[Array, "batch length size"]:
-        gate = _activations[self.activation](_project(self.gate, x))
-        return _project(self.down, gate * _project(self.up, x))
+        gate, up = project([self.gate, self.up], x)
+        return project([self.down], _activations[self.activation](gate) * up)[0]
 
 
 class Experts(eqx.Module):
@@ -197,7 +191,7 @@ class Experts(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length size"]
     ) -> Float[Array, "batch length size"]:
-        scores = jax.nn.softmax(_project(self.router, x).astype(jnp.float32))
+        scores = jax.nn.softmax(project([self.router], x)[0].astype(jnp.float32))
         weights, chosen = lax.top_k(scores, self.active)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdims=True)

@@ -1,6 +1,7 @@
 """Sampling of the next token."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,21 @@ def most_likely(
 ) -> Int[Array, " batch"]:
     """Return the token with the largest logit, and the first of several.
 
-    On CPUs, XLA does not vectorize `argmax`: for 49,152 tokens it takes 220 us, and
-    these two reductions 30 us.
+    On CPUs, XLA does not vectorize `argmax`. This searches the blocks of the vocabulary
+    first, and then one block.
     """
-    last = logits.shape[-1] - 1
-    tokens = jnp.arange(last + 1, dtype=jnp.int32)
-    is_largest = logits == logits.max(-1, keepdims=True)
-    return jnp.where(is_largest, tokens, last).min(-1)
+    batch, vocabulary = logits.shape
+    blocks = logits.reshape(batch, -1, math.gcd(vocabulary, 512))
+    block = _first_of_largest(blocks.max(-1))
+    found = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+    return block * blocks.shape[-1] + _first_of_largest(found)
+
+
+def _first_of_largest(values: Float[Array, "batch size"]) -> Int[Array, " batch"]:
+    last = values.shape[-1] - 1
+    places = jnp.arange(last + 1, dtype=jnp.int32)
+    is_largest = values == values.max(-1, keepdims=True)
+    return jnp.where(is_largest, places, last).min(-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_identical, slow
+from helpers import assert_close, assert_identical, slow, strict
 from hypothesis import given, strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -25,10 +25,11 @@ EXAMPLE = HERE.parents[1] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
 from architectures import config_of  # noqa: E402
-from config import Llama3Scaling, rope_frequencies  # noqa: E402
+from config import Config, Llama3Scaling, rope_frequencies  # noqa: E402
+from joined import join  # noqa: E402
 from load import can_stack, load_model  # noqa: E402
 from lora import add_adapters, load_adapters, save_adapters  # noqa: E402
-from model import unstack  # noqa: E402
+from model import Decoder, unstack  # noqa: E402
 from packing import batch_at, pack  # noqa: E402
 from sampling import most_likely, Sampling  # noqa: E402
 from text import Text  # noqa: E402
@@ -363,9 +364,46 @@ def test_sampled_tokens():
 
 
 def test_the_most_likely_token_is_the_first_of_the_largest(rng):
-    logits = rng.integers(-9, 10, (40, 100)).astype(np.float32)
-    logits[0], logits[1, 50:] = -np.inf, np.inf
-    assert_identical(most_likely(logits), np.argmax(logits, -1).astype(np.int32))
+    for vocabulary in (101, 1024):  # One block per token, and two blocks.
+        logits = rng.integers(-9, 10, (40, vocabulary)).astype(np.float32)
+        logits[0], logits[1, 50:] = -np.inf, np.inf
+        logits[2], logits[3, -1] = 0, 99
+        assert_identical(most_likely(logits), np.argmax(logits, -1).astype(np.int32))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_joined_layers_compute_the_same(stacked):
+    config = Config(
+        vocabulary=64,
+        size=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_size=16,
+        hidden=96,
+        query_key_value_bias=True,
+    )
+    model = Decoder(config, key=jax.random.key(0))
+    formats = {"*.value.weight": "int8", "*.mlp.*.weight": "nf4"}
+    formats |= {"*.query.weight": "nf4", "*.key.weight": "nf4"}
+    model = eqquant.quantize_tree(model, rules=formats, progress=False)
+    model = model if stacked else unstack(model)
+    joined = join(model)
+    layer = joined.layers if stacked else joined.layers[1]
+    attention, mlp = layer.attention, layer.mlp
+    assert attention.query.sizes == (64, 32) and attention.key is None
+    assert attention.value.weight.format == eqquant.Int8()  # Another format.
+    assert mlp.gate.weight.shape[-2:] == (192, 64) and mlp.up is None
+    # Dense weights are not copied.
+    dense = unstack(Decoder(config, key=jax.random.key(0)))
+    assert join(dense).layers[0].mlp.up.weight is dense.layers[0].mlp.up.weight
+    tokens = jnp.arange(10)[None]
+    run = eqx.filter_jit(strict(lambda model, tokens: model(tokens)))
+    # Kernels may sum in another order for another number of rows.
+    assert_close(run(joined, tokens), run(model, tokens), 1e-5)
+    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree) if eqx.is_array(x)]
+    abstract = eqx.filter_eval_shape(lambda: model)
+    assert [x.shape for x in jax.tree.leaves(join(abstract))] == shapes(joined)
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0])
