@@ -8,12 +8,8 @@ import eqquant
 import equinox as eqx
 import jax
 import numpy as np
-from _environments import CACHE
 from _llama_example import folder as folder_of_llama, names as names_of_llama
-from _peer_weights import quantized_by, write
-
-
-TIMEOUT = 7200.0
+from _peer_weights import decoded_by
 
 
 class Peers:
@@ -47,17 +43,11 @@ class Peers:
         checkpoint = self._folder / "checkpoint"
         if _quantizers.find()[library].reads_checkpoint and not checkpoint.exists():
             self._write(checkpoint)
-        if not (self._folder / "weights.npz").exists():
-            batches = (
-                (row[None], np.ones((1, len(row)), bool)) for row in self._tokens
-            )
-            write(self._folder, self.weights, batches)
-        files = self._folder, checkpoint, CACHE
-        (result,) = quantized_by(library, *files, [variant], TIMEOUT)
-        if "failed" in result:
-            raise RuntimeError(f"{result['version']}: {result['failed']}")
-        with np.load(result["file"]) as decoded:
-            return self._with(decoded, result["bytes"])
+        batches = ((row[None], np.ones((1, len(row)), bool)) for row in self._tokens)
+        decoded, nbytes = decoded_by(
+            library, variant, self._folder, self.weights, batches
+        )
+        return self._with(decoded, nbytes)
 
     def _write(self, checkpoint: pathlib.Path) -> None:
         checkpoint.mkdir()

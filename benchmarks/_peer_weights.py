@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import _quantizers
 import numpy as np
-from _environments import install, last_line, run
+from _environments import CACHE, install, last_line, run
 
 
 HERE = pathlib.Path(__file__).resolve().parent
+TIMEOUT = 7200.0
 
 
 def write(
@@ -53,3 +54,26 @@ def quantized_by(
     if ran.returncode and not lines:
         raise RuntimeError(f"fails: {last_line(ran.stderr)}")
     return [json.loads(line) for line in lines]
+
+
+def decoded_by(
+    library: str,
+    variant: str,
+    folder: pathlib.Path,
+    weights: Mapping[str, np.ndarray],
+    batches: Iterable[tuple[np.ndarray, np.ndarray]] = (),
+) -> tuple[dict[str, np.ndarray], int]:
+    """Return the weights that a variant of a library quantized and dequantized, and the
+    bytes of their codes and scales.
+
+    `folder` stays the same for all calls with these weights. Its folder `checkpoint`
+    is for libraries that read a checkpoint. Raises a `RuntimeError` with the reason if
+    the library fails, or cannot be installed."""
+    if not (folder / "weights.npz").exists():
+        write(folder, weights, batches)
+    files = folder, folder / "checkpoint", CACHE
+    (result,) = quantized_by(library, *files, [variant], TIMEOUT)
+    if "failed" in result:
+        raise RuntimeError(f"{result['version']}: {result['failed']}")
+    with np.load(result["file"]) as decoded:
+        return dict(decoded), result["bytes"]

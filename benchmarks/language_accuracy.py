@@ -33,15 +33,12 @@ parentheses by the clock.
 """
 
 import argparse
-import contextlib
 import dataclasses
+import functools as ft
 import math
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -51,6 +48,14 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
+from _accuracy_rows import (
+    Allocations,
+    NF4,
+    timed,
+    TRELLIS,
+    unless_missing,
+    WITH_TRELLIS,
+)
 from _answers import Answers
 from _correct_layers import corrected
 from _environments import CACHE
@@ -81,24 +86,16 @@ class Row(NamedTuple):
 
 
 _rotated = {"rotate": True}
-_nf4 = eqquant.NF4(scale_dtype="bfloat16", fit="search")
-_trellis = [eqquant.formats.Trellis(bits=bits) for bits in (4, 3, 2)]
-_tables = (eqquant.NF2(), eqquant.NF3(), _nf4, eqquant.formats.Int6(), eqquant.Int8())
-_with_trellis = (
-    *_trellis,
-    eqquant.formats.Int5(block_size=64, scale_dtype="bfloat16", fit="search"),
-    eqquant.formats.Int6(scale_dtype="bfloat16", fit="search"),
-    eqquant.Int8(),
-)
+_tables = (eqquant.NF2(), eqquant.NF3(), NF4, eqquant.formats.Int6(), eqquant.Int8())
 ROWS = {
     "float": Row(None),
     "int8": Row("int8"),
-    "nf4": Row(_nf4),
-    "nf4, calibrated": Row(_nf4, True, _rotated),
-    "nf4, calibrated, curvature": Row(_nf4, True, _rotated, curvature=True),
-    "nf4, corrected": Row(_nf4, False, _rotated, corrected=True),
-    "nf4, tuned": Row(_nf4, False, _rotated, tuning_steps=80),
-    "nf4, calibrated, search 8": Row(_nf4, True, _rotated | {"search": 8}),
+    "nf4": Row(NF4),
+    "nf4, calibrated": Row(NF4, True, _rotated),
+    "nf4, calibrated, curvature": Row(NF4, True, _rotated, curvature=True),
+    "nf4, corrected": Row(NF4, False, _rotated, corrected=True),
+    "nf4, tuned": Row(NF4, False, _rotated, tuning_steps=80),
+    "nf4, calibrated, search 8": Row(NF4, True, _rotated | {"search": 8}),
     "nvfp4": Row("nvfp4"),
     "nvfp4, calibrated": Row("nvfp4", True, _rotated),
     "nvfp4, not rotated": Row("nvfp4", True),
@@ -111,22 +108,22 @@ ROWS = {
     "nf2, calibrated": Row("nf2", True, _rotated),
     **{
         f"trellis{format.bits}, calibrated": Row(format, True, _rotated)
-        for format in _trellis
+        for format in TRELLIS
     },
     **{
         f"trellis{format.bits}, calibrated, curvature": Row(
             format, True, _rotated, curvature=True
         )
-        for format in _trellis[:2]
+        for format in TRELLIS[:2]
     },
-    "nf4, calibrated, distilled": Row(_nf4, True, _rotated, rate=5e-4),
+    "nf4, calibrated, distilled": Row(NF4, True, _rotated, rate=5e-4),
     "nf3, calibrated, distilled": Row("nf3", True, _rotated, rate=3e-3),
     **{
         f"at most {bits} bits{name}": Row(
             None, True, _rotated, bits=bits, formats=formats
         )
         for bits in (3.25, 4.25, 5.05, 6.6)
-        for name, formats in (("", _tables), (", with trellis", _with_trellis))
+        for name, formats in (("", _tables), (", with trellis", WITH_TRELLIS))
     },
     **{
         f"llama.cpp {type}": Row(None, True, llama=type)
@@ -149,15 +146,6 @@ ROWS = {
 HEAD = ("weights", "bits", "KL mean", "KL 99%", "perplexity", "same top token")
 WIDTHS = (26, 6, 9, 9, 12, 15)
 LENGTH = 512
-
-
-@contextlib.contextmanager
-def timed(name: str) -> Iterator[None]:
-    clocks = time.process_time, time.perf_counter
-    begin = [clock() for clock in clocks]
-    yield
-    cpu, wall = (clock() - start for clock, start in zip(clocks, begin, strict=True))
-    print(f"{name}: {cpu:.0f} s CPU ({wall:.0f} s)", file=sys.stderr)
 
 
 def in_whole_blocks(row: Row, model) -> Row:
@@ -208,30 +196,6 @@ def per_layer(
             name = path.replace("layers.", f"layers.{i}.", 1)
             weights[name] = type(known)(*sums, shape, axes, False, known.unit)
     return eqquant.calibration.Statistics(weights)
-
-
-class Allocations:
-    """Allocates formats to each matrix of each layer, and quantizes.
-
-    Budgets for the same formats share the measurements."""
-
-    def __init__(self, model, stats: eqquant.calibration.Statistics):
-        self.model, self.stats = llama.unstack(model), per_layer(stats)
-        arrays = jax.tree.leaves(eqx.filter(self.model, eqx.is_array))
-        self.size = sum(array.size for array in arrays)
-        self._known: dict[tuple, eqquant.calibration.Allocation] = {}
-
-    def quantized(self, bits: float, formats: tuple):
-        budget = int(bits * self.size / 8)
-        if formats not in self._known:
-            self._known[formats] = eqquant.allocate(
-                self.model, budget, formats, self.stats, rotate=True
-            )
-        rules = self._known[formats].within(budget)
-        print(rules, file=sys.stderr)
-        return eqquant.quantize_tree(
-            self.model, rules=rules, calibration=self.stats, rotate=True
-        )
 
 
 def distilled(student, model, tokens: np.ndarray, folder: pathlib.Path, rate: float):
@@ -320,7 +284,9 @@ def rows_of(
         with timed("statistics"):
             stats = calibration(model, tokens, any(row.bits for row in rows))
             jax.block_until_ready(stats)
-    allocations = Allocations(model, stats) if any(row.bits for row in rows) else None
+    allocations = None
+    if any(row.bits for row in rows):
+        allocations = Allocations(llama.unstack(model), per_layer(stats))
     peers = None
     if any(row.peer for row in rows):
         peers = Peers(model, source.kind, tokens, folder)
@@ -342,13 +308,11 @@ def rows_of(
 
     for name, row in zip(names, rows, strict=True):
         with timed(name):
-            try:
-                result, bits = result_of(row)
-            except (RuntimeError, subprocess.TimeoutExpired) as problem:
-                if row.peer is None and row.llama is None:
-                    raise
-                print(f"NOT MEASURED: {name}: {problem}", file=sys.stderr)
+            is_other = row.peer is not None or row.llama is not None
+            done = unless_missing(name, is_other, ft.partial(result_of, row))
+            if done is None:
                 continue
+            result, bits = done
             jax.block_until_ready(eqx.filter(result, eqx.is_array))
         is_float = result is model
         found = comparison.compare(result, held_out, expected, is_float)

@@ -149,7 +149,7 @@ def test_answers(monkeypatch, tmp_path):
 
 def _other_library(monkeypatch, rounded):
     """Let the rows of other libraries contain `rounded(weight)`, in 4.5 bits."""
-    peers = importlib.import_module("_language_peers")
+    peers = importlib.import_module("_peer_weights")
 
     def quantized_by(library, folder, checkpoint, cache, variants, timeout):
         assert (library, len(variants)) == ("hqq", 1)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import eqquant
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from generate import Generator
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from model import Decoder
 from sampling import Sampling
 from text import Text
@@ -99,11 +99,27 @@ def log_probabilities(
     return jax.nn.log_softmax(logits[0, :-1].astype(jnp.float32))
 
 
+def divergence(
+    expected: Float[Array, "*lead vocabulary"], got: Float[Array, "*lead vocabulary"]
+) -> tuple[Float[Array, "*lead"], Bool[Array, "*lead"]]:
+    """Return the KL divergence of predictions from expected predictions, in nats, and
+    whether both have the same most likely token. Both contain log probabilities."""
+    kl = jnp.sum(jnp.exp(expected) * (expected - got), -1)
+    return kl, expected.argmax(-1) == got.argmax(-1)
+
+
+def bits_per_weight(model: Any) -> float:
+    """Return the bits per weight of a whole model, with all scales."""
+    leaves = jax.tree.leaves(model, is_leaf=eqquant.arrays.is_implicit)
+    size = sum(leaf.size for leaf in leaves if hasattr(leaf, "size"))
+    return 8 * eqquant.trees.nbytes(model) / size
+
+
 @eqx.filter_jit
 def _compared(expected, got, tokens):
-    divergence = jnp.sum(jnp.exp(expected) * (expected - got), -1)
     loss = -jnp.take_along_axis(got, tokens[1:, None], 1)[:, 0]
-    return divergence, loss, expected.argmax(-1) == got.argmax(-1)
+    kl, same = divergence(expected, got)
+    return kl, loss, same
 
 
 def compare(
@@ -117,14 +133,12 @@ def compare(
     for row, reference in zip(jnp.asarray(tokens), expected, strict=True):
         got = reference if is_float else log_probabilities(model, row)
         rows.append(_compared(reference, got, row))
-    divergence, loss, same = map(np.concatenate, zip(*rows, strict=True))
-    leaves = jax.tree.leaves(model, is_leaf=eqquant.arrays.is_implicit)
-    size = eqquant.trees.nbytes(model)
+    kl, loss, same = map(np.concatenate, zip(*rows, strict=True))
     return Comparison(
-        size,
-        8 * size / sum(leaf.size for leaf in leaves if hasattr(leaf, "size")),
-        float(divergence.mean()),
-        float(np.quantile(divergence, 0.99)),
+        eqquant.trees.nbytes(model),
+        bits_per_weight(model),
+        float(kl.mean()),
+        float(np.quantile(kl, 0.99)),
         float(np.exp(loss.mean())),
         float(same.mean()),
     )
