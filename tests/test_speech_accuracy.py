@@ -40,12 +40,18 @@ def random_model(whisper):
         eqx.nn.Conv1d(inputs, SIZE, 3, stride, padding=1, key=next(keys))
         for inputs, stride in ((80, 1), (SIZE, 2))
     ]
-    tokens = eqx.nn.Embedding(VOCABULARY, SIZE, key=next(keys))
+    # With larger weights, the most likely token would have all the probability.
+    tokens = 0.2 * jax.random.normal(next(keys), (VOCABULARY, SIZE))
     lengths = 20, 30
     positions = [jax.random.normal(next(keys), (n, SIZE)) for n in lengths]
     ends = norms(2)
     return whisper.Whisper(
-        convolutions, [layer(None)], [layer(attention())], ends, tokens, positions
+        convolutions,
+        [layer(None)],
+        [layer(attention())],
+        ends,
+        eqx.nn.Embedding(weight=tokens),
+        positions,
     )
 
 
