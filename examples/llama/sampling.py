@@ -23,7 +23,8 @@ def most_likely(
     """
     batch, vocabulary = logits.shape
     blocks = logits.reshape(batch, -1, math.gcd(vocabulary, 512))
-    block = _first_of_largest(blocks.max(-1))
+    # XLA may otherwise compute the largest of all logits in another pass.
+    block = _first_of_largest(lax.optimization_barrier(blocks.max(-1)))
     found = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
     return block * blocks.shape[-1] + _first_of_largest(found)
 
