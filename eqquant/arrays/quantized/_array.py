@@ -18,7 +18,7 @@ from .._implicit import stored
 from .._matrices import inverse_order
 from ._checks import check_cast_scales, check_codes, check_lead
 from ._contraction import contract
-from ._encode import encode_rows
+from ._encode import encode_each_row
 from ._structure import AbstractQuantizedArray
 
 
@@ -99,11 +99,11 @@ class QuantizedArray(AbstractQuantizedArray):
             return NotImplemented
         self.check_whole()
         rows = rows.astype(self.dtype)
-        codes, parts, _ = encode_rows(rows, self.format, self.axes, at_once=None)
+        codes, parts, problems = encode_each_row(rows, self.format, self.axes, None)
         scales, offsets = scales_and_offsets(parts, self.format)
-        # A row that is not finite becomes NaN, because a check under `jit` costs more.
-        finite = jnp.all(jnp.isfinite(rows), self.axes)[..., None]
-        mark = lambda part, nan: part if nan is None else jnp.where(finite, part, nan)
+        # A row out of range becomes NaN, because a check under `jit` costs more.
+        fits = ~problems[..., None]
+        mark = lambda part, nan: part if nan is None else jnp.where(fits, part, nan)
         new = self.replace(
             codes=codes, scales=gather_scales(mark, scales, jnp.nan), offsets=offsets
         )

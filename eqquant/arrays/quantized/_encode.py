@@ -32,7 +32,19 @@ def encode_rows(
     at_once: int | None,
     given: Any = None,
 ):
-    """Return codes, scales, and whether some value was out of range.
+    """Like [`encode_each_row`][], but with one flag, and compiled as one program."""
+    *out, problems = encode_each_row(array, format, axes, at_once, given)
+    return *out, jnp.any(problems)
+
+
+def encode_each_row(
+    array: Float[Array, "..."],
+    format: Format,
+    axes: tuple[int, ...],
+    at_once: int | None,
+    given: Any = None,
+):
+    """Return codes, scales, and for each row whether some value was out of range.
 
     Scales are the given scales or chosen by the format; for affine formats they are a
     tuple with offsets. `at_once` limits the number of elements per step; None for all.
@@ -45,7 +57,7 @@ def encode_rows(
     if 0 in rows.shape:
         packed = num_bytes(format.padded(size), format.bits)
         codes = jnp.zeros((*shape, packed), format.code_dtype)
-        return codes, format.no_scales(shape, size), jnp.zeros((), bool)
+        return codes, format.no_scales(shape, size), jnp.zeros(shape, bool)
 
     compute = wide_dtype(array.dtype)
     limit = float(jnp.finfo(array.dtype).max)
@@ -86,7 +98,7 @@ def encode_rows(
         scales = jax.tree.map(to_rows, scales)
     codes = codes.reshape(*shape, -1)
     scales = jax.tree.map(lambda a: a.reshape(*shape, -1), scales)
-    return codes, scales, jnp.any(problem)
+    return codes, scales, problem.reshape(-1 if one_scale else shape)
 
 
 def has_encoder(
