@@ -266,9 +266,8 @@ class Generator:
     def decode(self, token: int, start: int) -> Iterator[int]:
         """Yield tokens after the token at position `start`, up to the capacity.
 
-        Each computation starts before the caller gets the token that it appends, so
-        that Python and the caller take no time from it. If the caller stops, that
-        computation was not needed.
+        The computation of the next token starts before a token is yielded, so it does
+        not wait for Python or the caller. If the caller stops, its result is unused.
         """
         if start >= self.capacity:
             return

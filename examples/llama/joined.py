@@ -30,7 +30,11 @@ class Joined(eqx.Module):
         return jnp.split(y, [*itertools.accumulate(self.sizes)][:-1])
 
 
-def project(
+def project(linear: Any, x: Float[Array, "batch length size"]) -> Any:
+    return jax.vmap(jax.vmap(linear))(x)
+
+
+def project_all(
     linears: Sequence[Linear | Joined | None], x: Float[Array, "batch length size"]
 ) -> list[Float[Array, "batch length out"]]:
     """Return the output of each linear layer. `None` is a layer that an earlier
@@ -38,7 +42,7 @@ def project(
     outputs = []
     for linear in linears:
         if linear is not None:
-            y = jax.vmap(jax.vmap(linear))(x)
+            y = project(linear, x)
             outputs += y if isinstance(linear, Joined) else [y]
     return outputs
 
@@ -72,10 +76,10 @@ def _join_layer(layer):
     return layer
 
 
-@ft.partial(jax.jit, static_argnums=0)
+@jax.jit
 @ft.partial(eqquant.quaxify, on_materialise="error")
-def _concatenate(axis, *arrays):
-    return jnp.concatenate(arrays, axis)
+def _concatenate_rows(*weights):
+    return jnp.concatenate(weights, -2)
 
 
 def _joined(linears: Sequence[Linear]) -> tuple[Linear | Joined | None, ...]:
@@ -87,7 +91,7 @@ def _joined(linears: Sequence[Linear]) -> tuple[Linear | Joined | None, ...]:
             out += linears
             continue
         weights = [linear.weight for linear in linears]
-        weight = _concatenate(-2, *weights)
+        weight = _concatenate_rows(*weights)
         biases = [linear.bias for linear in linears]
         bias = None if biases[0] is None else jnp.concatenate(biases, -1)
         sizes = tuple(weight.shape[-2] for weight in weights)
@@ -96,10 +100,10 @@ def _joined(linears: Sequence[Linear]) -> tuple[Linear | Joined | None, ...]:
 
 
 def _kind(linear: Linear) -> Any:
-    """Return what neighbours need to have in common. Only quantized weights can be
-    joined."""
+    """Return what neighbours need to have in common. Only quantized weights whose rows
+    have their own scales can be joined."""
     weight = getattr(linear, "weight", None)
-    if not isinstance(weight, eqquant.QuantizedArray):
+    if not isinstance(weight, eqquant.QuantizedArray) or weight.axes != (-1,):
         return id(linear)
     columns = [(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(weight)]
     return jax.tree.structure(weight), columns, linear.bias is None

@@ -29,7 +29,7 @@ from cache import Cache, View
 from config import Config, rope_frequencies
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from joined import Joined, project
+from joined import Joined, project, project_all
 from layout import Layout
 from mixed import is_mixed, layer_at, Linear
 
@@ -97,13 +97,13 @@ class Attention(eqx.Module):
         def heads_of(y):
             return y.reshape(batch, length, -1, self.config.head_size).swapaxes(1, 2)
 
-        q, k, v = map(heads_of, project([self.query, self.key, self.value], x))
+        q, k, v = map(heads_of, project_all([self.query, self.key, self.value], x))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         inner = self._attend if layout is None else layout.attention(self._attend)
         y, cache = inner(q, k, v, view, cache, layer, start)
         y = y.swapaxes(1, 2).reshape(batch, length, -1)
-        return project([self.output], y)[0], cache
+        return project(self.output, y), cache
 
     def _attend(self, q, k, v, view, cache, layer, start):
         """Compute attention for queries `(batch, heads, length, size)` of some
@@ -166,8 +166,8 @@ class MLP(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length size"]
     ) -> Float[Array, "batch length size"]:
-        gate, up = project([self.gate, self.up], x)
-        return project([self.down], _activations[self.activation](gate) * up)[0]
+        gate, up = project_all([self.gate, self.up], x)
+        return project(self.down, _activations[self.activation](gate) * up)
 
 
 class Experts(eqx.Module):
@@ -191,7 +191,7 @@ class Experts(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length size"]
     ) -> Float[Array, "batch length size"]:
-        scores = jax.nn.softmax(project([self.router], x)[0].astype(jnp.float32))
+        scores = jax.nn.softmax(project(self.router, x).astype(jnp.float32))
         weights, chosen = lax.top_k(scores, self.active)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdims=True)
