@@ -23,7 +23,6 @@ sys.path.insert(0, str(HERE.parents[1] / "examples" / "llama"))
 
 from config import Config  # noqa: E402
 from generate import quantize_cache  # noqa: E402
-from joined import join  # noqa: E402
 from load import load_in, open_model  # noqa: E402
 from model import Decoder, empty_cache, Layer, unstack  # noqa: E402
 from program_cache import release_freed  # noqa: E402
@@ -191,8 +190,8 @@ def load(shape: Shape, variant: str, path: pathlib.Path, threads: int) -> Runs:
     # XLA starts one thread for each core that the process can use.
     assert len(os.sched_getaffinity(0)) == threads
     if path.suffix == ".gguf":
-        model = load_in(open_model(path), None, {"int8": "int8"})
-        model = join(eqquant.with_compute(model, precision=variant))
+        model = load_in(open_model(path), None, {"int8": "int8"}, joined=True)
+        model = eqquant.with_compute(model, precision=variant)
         return Runs(shape, model, "int8")
     dtype, format = variants[variant]
     model = eqquant.load(path, like=_skeleton(shape, dtype, format is not None))

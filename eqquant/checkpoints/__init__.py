@@ -13,6 +13,7 @@ from ._command import main
 from ._convert import quantize_checkpoint
 from ._convert_to import Conversion, convert_checkpoint, Converted
 from ._describe import describe_checkpoint, Description, StoredTensor
+from ._layout import Concatenated
 from ._load import load, load_metadata
 from ._load_quantized import load_quantized
 from ._save import save
@@ -29,6 +30,7 @@ from .writers import (
 
 
 __all__ = [
+    "Concatenated",
     "Conversion",
     "convert_checkpoint",
     "Converted",

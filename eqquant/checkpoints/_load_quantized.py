@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import is_implicit, QuantizedArray
+from ..arrays import is_implicit, quantize as array_quantize, QuantizedArray
 from ..formats import Format
 from ..kernels import as_compute, Compute
 from ..trees import (
@@ -23,6 +23,7 @@ from ..trees import (
     with_progress,
 )
 from ._abstract import abstract_leaf
+from ._layout import Layout
 from ._load import is_array
 from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
@@ -97,8 +98,10 @@ def load_quantized(
     - `names`: a function from the path of an array in `like`, such as
         `layers.0.weight`, to the name of its tensor. For layers that are stacked for
         `jax.lax.scan`, it returns a list of names, and their tensors are stacked along
-        a new leading axis. Nested lists stack along several axes. `None` keeps the
-        array in `like`. By default the name is the path.
+        a new leading axis. Nested lists stack along several axes. It may also return a
+        [`Concatenated`][eqquant.checkpoints.Concatenated], or lists of them, for rows
+        of several tensors. `None` keeps the array in `like`. By default the name is the
+        path.
     - `ignore`: patterns for the names of tensors that the model does not need: strings
         with `*` and `?`, as in rules, or compiled regular expressions.
     - `formats`: as in [`eqquant.load`][].
@@ -169,12 +172,12 @@ def _load(
     compute: Compute,
     pages: SharedPages,
 ) -> Any:
-    leaf, names, choice = plan.site.leaf, plan.names, plan.choice
-    if names is None:
+    leaf, layout, choice = plan.site.leaf, plan.layout, plan.choice
+    if layout is None:
         return leaf
     if not is_array(leaf):
-        return contents.read(names.item())
-    is_quantized = contents.are_quantized(list(names.flat))
+        return contents.read(layout.names[0])
+    is_quantized = contents.are_quantized(layout.names)
 
     def read(name: str) -> Any:
         if jnp.issubdtype(contents.described[name].dtype, jax.dtypes.prng_key):
@@ -183,11 +186,11 @@ def _load(
 
     with errors_at(f"{CALLER}: at {plan.site.path}"):
         if is_quantized:
-            out = _read_quantized(names, contents)
+            out = _read_quantized(layout, contents)
         elif choice is not None:
-            out = _quantize(names, read, leaf, choice, check_finite)
+            out = _quantize(layout, read, leaf, choice, check_finite)
         else:
-            out = _stack(names, read, threads=0)
+            out = _assemble(layout, read, threads=0)
         if is_implicit(out):
             out = jax.tree.map(lambda part: to_jax(pages.copy(part)), out)
             out = out.with_dtype(leaf.dtype)
@@ -195,9 +198,10 @@ def _load(
         return kept(out) if isinstance(leaf, np.ndarray) else to_jax(out)
 
 
-def _quantize(names: np.ndarray, read: Callable, leaf, choice: Choice, check_finite):
+def _quantize(layout: Layout, read: Callable, leaf, choice: Choice, check_finite):
     axes = (choice.axis,) if isinstance(choice.axis, int) else choice.axis
     axes = tuple(a if a < 0 else a - leaf.ndim for a in axes)
+    stacked = len(layout.stacked)
 
     def quantize(array):
         options = {"check_finite": check_finite}
@@ -205,51 +209,54 @@ def _quantize(names: np.ndarray, read: Callable, leaf, choice: Choice, check_fin
         release(array)
         return q
 
-    if min(axes) + leaf.ndim < names.ndim:
-        # A blocked axis is stacked: tensors share scales, so quantize all at once.
-        return quantize(_stack(names, read))
-    if not names.ndim:
-        return quantize(read(names.item()))
+    if not layout.lead:
+        return quantize(read(layout.names[0]))
+    make = lambda x: array_quantize(x, choice.format, axis=axes)
+    parts = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    if any(x.shape[: len(layout.lead)] != layout.lead for x in jax.tree.leaves(parts)):
+        # Tensors share scales, so quantize all at once.
+        return quantize(_assemble(layout, read))
 
     def quantize_one(name: str) -> Any:
         # With an axis of size 1 for each stacked axis.
-        q = quantize(np.expand_dims(read(name), tuple(range(names.ndim))))
-        return jax.tree.map(lambda part: np.asarray(part)[(0,) * names.ndim], q)
+        q = quantize(np.expand_dims(read(name), tuple(range(stacked))))
+        return jax.tree.map(lambda part: np.asarray(part)[(0,) * stacked], q)
 
-    return _stack(names, quantize_one)
+    return _assemble(layout, quantize_one)
 
 
-def _read_quantized(names: np.ndarray, contents: Contents | ForeignContents) -> Any:
-    """Read a quantized array or a stack, unchanged."""
+def _read_quantized(layout: Layout, contents: Contents | ForeignContents) -> Any:
+    """Read a quantized array, unchanged."""
 
     def read(name: str) -> Any:
         q = contents.read(name)
         if not isinstance(q, QuantizedArray):
             raise ValueError(
-                f"{name!r} is not quantized, but other tensors of its stack are."
+                f"{name!r} is not quantized, but other tensors of its array are."
             )
         return q
 
     if isinstance(contents, Contents):
-        return _stack(names, read, threads=0)
-    readers = [contents.by_rows(str(name)) for name in names.flat]
+        return _assemble(layout, read, threads=0)
+    readers = [contents.by_rows(name) for name in layout.names]
     known = [reader for reader in readers if reader is not None]
     if len(known) < len(readers):
-        return _stack(names, read)
-    places = known[0].places
-    parts = [
-        Part(str(names[index]), (*index, rows), ft.partial(reader.read, rows))
-        for index, reader in zip(np.ndindex(names.shape), known, strict=True)
-        for rows in places
-    ]
-    return known[0].build(fill((*names.shape, places[-1].stop), parts))
+        return _assemble(layout, read)
+    parts = []
+    for tensor, reader in zip(layout.tensors, known, strict=True):
+        first = 0 if tensor.rows is None else tensor.rows.start
+        for rows in reader.places:
+            place = *tensor.index, slice(first + rows.start, first + rows.stop)
+            parts.append(Part(tensor.name, place, ft.partial(reader.read, rows)))
+    rows = known[0].places[-1].stop if layout.rows is None else layout.rows
+    return known[0].build(fill((*layout.stacked, rows), parts))
 
 
-def _stack(names: np.ndarray, make: Callable[[str], Any], threads: int = 1) -> Any:
-    """Stack `make(name)` of all names along the leading axes, one after the other or in
+def _assemble(layout: Layout, make: Callable[[str], Any], threads: int = 1) -> Any:
+    """Put `make(name)` of all tensors into their places, one after the other or in
     several threads."""
-    if not names.ndim:
-        return make(names.item())
+    if not layout.lead:
+        return make(layout.names[0])
     reader = lambda name: lambda out: make(name)
-    parts = [Part(name, i, reader(name)) for i, name in np.ndenumerate(names)]
-    return fill(names.shape, parts, threads=threads)
+    parts = [Part(t.name, t.place, reader(t.name)) for t in layout.tensors]
+    return fill(layout.lead, parts, threads=threads)

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..arrays import is_implicit, QuantizedArray
 from ..kernels import Compute
-from ..trees import Choice, Site
+from ..trees import Choice, errors_at, Site
+from ._layout import Concatenated, Layout, names_of, shape_of
 from ._load import is_array
 from ._open import ForeignContents
 from .leaves import Contents, is_no_data
@@ -29,13 +30,12 @@ class Plan:
     **Fields:**
 
     - `site`: the leaf and its path.
-    - `names`: the names of its tensors, with one axis for each stacked axis. `None`
-        keeps the leaf.
+    - `layout`: its tensors. `None` keeps the leaf.
     - `choice`: the format to quantize it to, or `None`.
     """
 
     site: Site
-    names: np.ndarray | None
+    layout: Layout | None
     choice: Choice | None
 
     @property
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def size(self) -> int:
-        return 0 if self.names is None else getattr(self.site.leaf, "size", 0)
+        return 0 if self.layout is None else getattr(self.site.leaf, "size", 0)
 
 
 def plan_leaf(site: Site, contents: AnyContents, names: Callable, choice) -> Plan:
@@ -59,7 +59,8 @@ def plan_leaf(site: Site, contents: AnyContents, names: Callable, choice) -> Pla
         # A number or string may have been saved with the model.
         is_saved = type(contents.described.get(path)) is type(leaf)
         is_saved = is_saved and not is_no_data(leaf)
-        return Plan(site, _table(path, path) if is_saved else None, None)
+        layout = Layout.of(_table(path, path), {}) if is_saved else None
+        return Plan(site, layout, None)
     given = names(path)
     if given is None:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -69,14 +70,17 @@ def plan_leaf(site: Site, contents: AnyContents, names: Callable, choice) -> Pla
             )
         return Plan(site, None, None)
     table = _table(given, path)
-    for name in table.flat:
-        _check(name, table, site, contents)
-    return Plan(site, table, choice)
+    shapes = {}
+    for entry in table.flat:
+        for name in names_of(entry):
+            shapes[name] = _shape(name, site, contents)
+        _check_shape(entry, shapes, table, site)
+    return Plan(site, Layout.of(table, shapes), choice)
 
 
-def _check(name: str, table: np.ndarray, site: Site, contents: AnyContents) -> None:
-    """Raise a `ValueError` unless a tensor exists and fits the leaf."""
-    leaf, at = site.leaf, f"{CALLER}: at {site.path}"
+def _shape(name: str, site: Site, contents: AnyContents) -> tuple[int, ...]:
+    """Return the shape of a tensor, or raise a `ValueError` if there is none."""
+    at = f"{CALLER}: at {site.path}"
     if name not in contents.described:
         raise ValueError(
             f"{at}: {contents.path} has no tensor {name!r}." + _similar(name, contents)
@@ -86,21 +90,30 @@ def _check(name: str, table: np.ndarray, site: Site, contents: AnyContents) -> N
         raise ValueError(f"{at}: {name!r} is a {type(found).__name__}: use `load`.")
     if not is_implicit(found) and not is_array(found):
         raise ValueError(f"{at}: expected an array, but {name!r} is {found!r}.")
-    stacked = f" before stacking {table.shape} tensors" if table.ndim else ""
-    if (*table.shape, *found.shape) != tuple(leaf.shape):
-        raise ValueError(
-            f"{at}: expected the shape {tuple(leaf.shape)}, but {name!r} has "
-            f"{found.shape}{stacked}."
-        )
+    return tuple(found.shape)
+
+
+def _check_shape(entry, shapes, table: np.ndarray, site: Site) -> None:
+    """Raise a `ValueError` unless an entry of a table fits the leaf."""
+    expected = tuple(site.leaf.shape)
+    with errors_at(f"{CALLER}: at {site.path}"):
+        found = shape_of(entry, shapes)
+        if (*table.shape, *found) != expected:
+            stacked = f" before stacking {table.shape} tensors" if table.ndim else ""
+            which = " and ".join(map(repr, names_of(entry)))
+            raise ValueError(
+                f"expected the shape {expected}, but {which} has {found}{stacked}."
+            )
 
 
 def _table(given: Any, path: str) -> np.ndarray:
     """Convert nested lists of names to an array."""
     table = np.array(given, object)
-    if not table.size or not all(isinstance(name, str) for name in table.flat):
+    kinds = {type(entry) for entry in table.flat}
+    if kinds not in ({str}, {Concatenated}):
         raise TypeError(
-            f"{CALLER}: at {path}: names must return a string, nested lists of strings "
-            f"with equal lengths, or None; got {given!r}."
+            f"{CALLER}: at {path}: names must return a string, a `Concatenated`, "
+            f"nested lists of either with equal lengths, or None; got {given!r}."
         )
     return table
 
@@ -117,7 +130,7 @@ def check_all_used(
     contents: AnyContents, plans: list[Plan], ignore: Sequence[Pattern]
 ) -> None:
     """Raise a `ValueError` if a tensor is neither used nor ignored."""
-    used = {name for p in plans if p.names is not None for name in p.names.flat}
+    used = {name for p in plans if p.layout is not None for name in p.layout.names}
 
     def is_ignored(name: str) -> bool:
         return any(

@@ -440,6 +440,7 @@ def load(model: Model, options, abstract: bool = False) -> Decoder:
     is_kept = options.format is None
     if options.apart or (is_kept and options.adapters and not can_stack(model)):
         how["stacked"] = False  # Adapters have names for layers.
+    how["joined"] = not options.adapters
     loaded = load_in(model, options.format, formats, **how)
     if options.adapters is not None:
         loaded = load_adapters(options.adapters, loaded, model.kind)

@@ -2,6 +2,7 @@
 chat template."""
 
 import dataclasses
+import itertools
 import pathlib
 
 import eqquant
@@ -12,6 +13,7 @@ from config import DividedFrequencies
 from gguf_config import config_of_gguf
 from gguf_text import vocabulary_of_gguf
 from gguf_values import Values
+from joined import Joined
 from mixed import Linear, Mixed
 from model import Decoder, Layer
 from names import gguf_names, Names
@@ -65,19 +67,29 @@ class GGUF:
         if not self._is_interleaved:
             return model
 
-        def apart(part, heads: int, axis: int):
+        def order_of(rows: int, heads: int) -> np.ndarray:
+            return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+        def take(part, order: np.ndarray, axis: int):
             # In NumPy, because XLA would compile a program for each shape.
-            pairs = np.arange(part.shape[axis]).reshape(heads, -1, 2)
-            order = pairs.swapaxes(1, 2).reshape(-1)
             return jax.device_put(np.take(np.asarray(part), order, axis))
 
-        def rearrange(linear: Linear, heads: int) -> Linear:
+        def rearrange(linear: Linear | Joined | None, heads: tuple[int, ...]):
+            if linear is None:
+                return None
             if isinstance(linear, Mixed):
                 stacks = tuple(rearrange(stack, heads) for stack in linear.stacks)
                 return Mixed(stacks, linear.kinds)
+            rows = linear.weight.shape[-2]
+            sizes = linear.sizes if isinstance(linear, Joined) else (rows,)
+            starts = itertools.accumulate((0, *sizes))
+            order = np.arange(rows)
+            # Values, after queries and keys, keep their order.
+            for start, size, count in zip(starts, sizes, heads, strict=False):
+                order[start : start + size] = start + order_of(size, count)
             # The rows of all parts of a quantized array have the same axis.
-            weight = jax.tree.map(lambda x: apart(x, heads, -2), linear.weight)
-            bias = jax.tree.map(lambda x: apart(x, heads, -1), linear.bias)
+            weight = jax.tree.map(lambda x: take(x, order, -2), linear.weight)
+            bias = jax.tree.map(lambda x: take(x, order, -1), linear.bias)
             return eqx.tree_at(
                 lambda x: (x.weight, x.bias),
                 linear,
@@ -86,14 +98,11 @@ class GGUF:
             )
 
         def of_layer(layer: Layer) -> Layer:
-            attention = layer.attention
-            new = (
-                rearrange(attention.query, self.config.heads),
-                rearrange(attention.key, self.config.kv_heads),
-            )
-            return eqx.tree_at(
-                lambda x: (x.attention.query, x.attention.key), layer, new
-            )
+            where = lambda x: (x.attention.query, x.attention.key)
+            query, key = where(layer)
+            heads = self.config.heads, self.config.kv_heads
+            new = rearrange(query, heads), rearrange(key, heads[1:])
+            return eqx.tree_at(where, layer, new, is_leaf=lambda x: x is None)
 
         is_stack = isinstance(model.layers, Layer)
         layers = (

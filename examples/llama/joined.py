@@ -15,6 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 from mixed import Linear
+from names import Names, path_of
+
+
+# Linear layers with the same input.
+_together = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
 
 
 class Joined(eqx.Module):
@@ -30,12 +35,20 @@ class Joined(eqx.Module):
         return jnp.split(y, [*itertools.accumulate(self.sizes)][:-1])
 
 
+@eqquant.trees.register_weights(Joined)
+def _(layer: Joined, name: str, array: Any) -> eqquant.trees.WeightAxes | None:
+    return eqquant.trees.WeightAxes(axis=-1, out=-2) if name == "weight" else None
+
+
+Layer = Linear | Joined | None
+
+
 def project(linear: Any, x: Float[Array, "batch length size"]) -> Any:
     return jax.vmap(jax.vmap(linear))(x)
 
 
 def project_all(
-    linears: Sequence[Linear | Joined | None], x: Float[Array, "batch length size"]
+    linears: Sequence[Layer], x: Float[Array, "batch length size"]
 ) -> list[Float[Array, "batch length out"]]:
     """Return the output of each linear layer. `None` is a layer that an earlier
     [`Joined`][] contains."""
@@ -51,11 +64,43 @@ def join(model: Any) -> Any:
     """Join the quantized weights of query, key and value, and of gate and up, where
     neighbours have the same format.
 
-    The weights are copied. An abstract model stays abstract.
+    The weights are copied. An abstract model stays abstract, and a joined model is
+    unchanged.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
         return eqx.filter_eval_shape(_join, model)
     return _join(model)
+
+
+def to_floats(model: Any) -> Any:
+    """Replace quantized arrays of an abstract model by the floats that they stand
+    for."""
+
+    def float_of(x):
+        is_quantized = isinstance(x, eqquant.QuantizedArray)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_quantized else x
+
+    return jax.tree.map(float_of, model, is_leaf=eqquant.is_quantized)
+
+
+def names_of_joined(names: Names, model: Any) -> Names:
+    """Extend the names of tensors to the rows of each [`Joined`][] of a model."""
+    is_joined = lambda x: isinstance(x, Joined)
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_joined)
+    sizes = {path_of(path): x.sizes for path, x in leaves if is_joined(x)}
+
+    def call(path: str) -> str | list:
+        owner, field = path.rsplit(".", 1)
+        if owner not in sizes:
+            return names(path)
+        block, first = owner.rsplit(".", 1)
+        together = _together[block.rsplit(".", 1)[-1]]
+        some = together[together.index(first) :][: len(sizes[owner])]
+        rows = [names(f"{block}.{place}.{field}") for place in some]
+        join = eqquant.checkpoints.Concatenated
+        return join(*rows) if isinstance(rows[0], str) else list(map(join, *rows))
+
+    return call
 
 
 def _join(model):
@@ -67,12 +112,15 @@ def _join(model):
 
 
 def _join_layer(layer):
-    attention = lambda x: (x.attention.query, x.attention.key, x.attention.value)
-    mlp = lambda x: (x.mlp.gate, x.mlp.up)
-    # A mixture of experts has other products.
-    places = (attention, mlp) if hasattr(layer.mlp, "gate") else (attention,)
-    for where in places:
-        layer = eqx.tree_at(where, layer, _joined(where(layer)))
+    for block, names in _together.items():
+        if not hasattr(getattr(layer, block), names[0]):
+            continue  # A mixture of experts.
+
+        def where(layer, block=block, names=names):
+            return [getattr(getattr(layer, block), name) for name in names]
+
+        new = _joined(where(layer))
+        layer = eqx.tree_at(where, layer, new, is_leaf=lambda x: x is None)
     return layer
 
 
@@ -82,9 +130,9 @@ def _concatenate_rows(*weights):
     return jnp.concatenate(weights, -2)
 
 
-def _joined(linears: Sequence[Linear]) -> tuple[Linear | Joined | None, ...]:
+def _joined(linears: Sequence[Layer]) -> tuple[Layer, ...]:
     """Join runs of layers with the same format."""
-    out: list[Linear | Joined | None] = []
+    out: list[Layer] = []
     for _, run in itertools.groupby(linears, _kind):
         linears = list(run)
         if len(linears) == 1:
@@ -99,11 +147,12 @@ def _joined(linears: Sequence[Linear]) -> tuple[Linear | Joined | None, ...]:
     return tuple(out)
 
 
-def _kind(linear: Linear) -> Any:
+def _kind(linear: Layer) -> Any:
     """Return what neighbours need to have in common. Only quantized weights whose rows
     have their own scales can be joined."""
     weight = getattr(linear, "weight", None)
-    if not isinstance(weight, eqquant.QuantizedArray) or weight.axes != (-1,):
-        return id(linear)
+    is_quantized = isinstance(weight, eqquant.QuantizedArray)
+    if isinstance(linear, Joined) or not is_quantized or weight.axes != (-1,):
+        return object()  # Unlike every other.
     columns = [(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(weight)]
     return jax.tree.structure(weight), columns, linear.bias is None

@@ -10,7 +10,7 @@ fit into memory.
 import pathlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import eqquant
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from folder import Folder
 from gguf_file import GGUF
+from joined import join, names_of_joined, to_floats
 from mixed import is_mixed, Mixed
 from model import Decoder, unstack
 from names import Names, path_of
@@ -45,6 +46,7 @@ def load_model(
     rules: Mapping | None = None,
     dtype=jnp.float32,
     stacked: bool | None = None,
+    joined: bool = False,
     decode: bool | Literal["all"] = False,
     abstract: bool = False,
     progress: bool | None = None,
@@ -60,6 +62,8 @@ def load_model(
     - `stacked`: stack the layers, so that only one layer is compiled. By default, they
         are stacked, with [`Mixed`][] for weights that the file stores in different
         formats. Only mixtures of experts cannot have these.
+    - `joined`: join weights with the same input, as `join` does (joined.py), but
+        without a copy.
     """
     source = open_model(model)
     config = source.config
@@ -72,18 +76,34 @@ def load_model(
         return with_mixed(model, source, decode) if mixes else model
 
     like = eqx.filter_eval_shape(make)
-    loaded = eqquant.load_quantized(
-        source.path,
-        like,
-        format,
-        rules={**(rules or {}), **(RULES if config.experts else {})},
-        names=names_of_mixed(source.names, like),
-        ignore=source.ignore,
-        decode=decode,
-        abstract=abstract,
-        progress=progress,
-    )
+    names = names_of_mixed(source.names, like)
+
+    def load(like, abstract):
+        return eqquant.load_quantized(
+            source.path,
+            like,
+            format,
+            rules={**(rules or {}), **(RULES if config.experts else {})},
+            names=names_of_joined(names, like),
+            ignore=source.ignore,
+            decode=decode,
+            abstract=abstract,
+            progress=progress,
+        )
+
+    if joined and (formats := _described(load, like)) is not None:
+        like = to_floats(join(formats))
+    loaded = load(like, abstract)
     return loaded if abstract else source.arrange(loaded)
+
+
+def _described(load: Callable, like: Decoder) -> Decoder | None:
+    """Return the formats of all weights, if the headers of files determine them. For a
+    damaged file, loading it raises the error again."""
+    try:
+        return load(like, True)
+    except ValueError:
+        return None
 
 
 def can_stack(source: Model, decode: bool | Literal["all"] | None = None) -> bool:

@@ -33,12 +33,18 @@ def check(*args, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("names", ["one", "stack"])
+@pytest.mark.parametrize("names", ["one", "stack", "rows"])
 def test_types_of_gguf(name, names):
     value = eqquant.checkpoints.read_checkpoint(GGUF, decode=True)[name]
-    names, lead = ([[name] * 3] * 2, (2, 3)) if names == "stack" else (name, ())
+    rows, *rest = value.shape
+    twice = eqquant.checkpoints.Concatenated(name, name)
+    names, lead = {
+        "one": (name, (rows,)),
+        "stack": ([[name] * 3] * 2, (2, 3, rows)),
+        "rows": ([twice] * 3, (3, 2 * rows)),
+    }[names]
     for dtype in ("float32", "bfloat16"):
-        like = [jax.ShapeDtypeStruct((*lead, *value.shape), dtype)]
+        like = [jax.ShapeDtypeStruct((*lead, *rest), dtype)]
         options = {"names": lambda path: names, "ignore": "*"}
         check(GGUF, like, **options)
         check(GGUF, like, "nf4", rules={"*": "nf4"}, decode="all", **options)

@@ -6,6 +6,7 @@ import sys
 
 import eqquant
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ sys.path.insert(0, str(EXAMPLE))
 
 from config import DividedFrequencies  # noqa: E402
 from folder import Folder  # noqa: E402
+from joined import join, Joined  # noqa: E402
 from load import load_model, open_model  # noqa: E402
 from mixed import Mixed  # noqa: E402
 from model import empty_cache, unstack  # noqa: E402
@@ -101,6 +103,51 @@ def test_layers_of_different_formats(name, tmp_path):
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)  # Float32 sums in another order.
     np.testing.assert_allclose(*got[:2], atol=1e-4)
+
+
+# Rows of queries and keys have another order in files of Llama. Values of the second
+# case have another format, and those of the third are not quantized.
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    "name, formats",
+    [
+        ("llama_linear", dict.fromkeys("qkv", "int8")),
+        ("qwen2", {"q": "int8", "k": "int8", "v": "int4"}),
+        ("llama_linear", {"q": "int4", "k": "int4"}),
+    ],
+)
+def test_loading_joins_layers_like_join(name, formats, stacked, tmp_path):
+    makers = {"int8": eqquant.Int8, "int4": eqquant.Int4}
+    options = {"block_size": 32, "scale_dtype": "float16"}
+    arrays = {}
+    for key, array in tensors_of(name).items():
+        which = formats.get(key.removesuffix(".weight").rsplit("attn_", 1)[-1])
+        if which and key.endswith(".weight"):
+            array = eqquant.quantize(jnp.asarray(array), makers[which](**options))
+        arrays[key] = array
+    path = tmp_path / "model.gguf"
+    eqquant.checkpoints.write_gguf(path, arrays, metadata=metadata_of(name))
+    load = lambda **options: load_model(
+        path, stacked=stacked, progress=False, **options
+    )
+    joined, expected = load(joined=True), join(load())
+    layer = joined.layers if stacked else joined.layers[1]
+    same = len({*formats.values()}) == 1
+    assert len(layer.attention.query.sizes) == (3 if same and "v" in formats else 2)
+    assert_identical(joined, expected)
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    abstract = load(joined=True, abstract=True)
+    assert jax.tree.structure(abstract) == jax.tree.structure(joined)
+    assert shapes(abstract) == shapes(joined)
+
+
+@pytest.mark.parametrize("format", ["nf4", None])
+def test_folders_are_joined_like_join(format):
+    folder = DATA / "qwen2"
+    joined = load_model(folder, format, joined=True, progress=False)
+    expected = join(load_model(folder, format, progress=False))
+    assert_identical(joined, expected)
+    assert isinstance(joined.layers.mlp.gate, Joined) == (format is not None)
 
 
 def test_frequencies_of_llama_3(tmp_path):

@@ -394,6 +394,7 @@ def test_joined_layers_compute_the_same(stacked):
     assert attention.query.sizes == (64, 32) and attention.key is None
     assert attention.value.weight.format == eqquant.Int8()  # Another format.
     assert mlp.gate.weight.shape[-2:] == (192, 64) and mlp.up is None
+    assert eqx.tree_equal(join(joined), joined)
     # Dense weights are not copied.
     dense = unstack(Decoder(config, key=jax.random.key(0)))
     assert join(dense).layers[0].mlp.up.weight is dense.layers[0].mlp.up.weight

@@ -49,6 +49,11 @@ def fill(lead: tuple[int, ...], parts: Sequence[Part], *, threads: int = 0) -> A
     def put(part: Part, leaves: Sequence[Any]) -> None:
         for whole, leaf in zip(wholes, leaves, strict=True):
             place = whole[(*part.place, ...)]
+            if place.shape != leaf.shape:
+                raise ValueError(
+                    f"{part.name!r} cannot be concatenated with others, because its "
+                    "rows share scales."
+                )
             if not np.may_share_memory(place, leaf):
                 place[...] = leaf
                 release(leaf)
