@@ -63,11 +63,10 @@ int64_t many(const Product& p) {
 // second-level cache. A larger activation takes several passes.
 constexpr int64_t panel_size = 2048, cached_bytes = 5 << 17;
 
-// The number of steps per sum. Short sums have smaller norms, so values can be larger.
-constexpr int most_of_sum = 4;
-int steps_of_sum(const Product& p) {
-  return p.m < many(p) ? steps_of(p) : std::min(most_of_sum, steps_of(p));
-}
+// The number of steps per sum of decoded rows. A sum is converted to floats, which takes time. Long sums have larger
+// norms, so values would be smaller.
+constexpr int steps_in_memory = 4;
+int steps_of_sum(const Product& p) { return p.m < many(p) ? steps_of(p) : steps_in_memory; }
 
 // Rounds a row of the activation to int16. A lane holds the codes of two bytes, and the codes of the second byte
 // come `planes` steps after the codes of the first.
@@ -107,7 +106,7 @@ float norm_of_lanes(const int16_t* row, int64_t stride, int64_t registers, int s
   __m512i most = _mm512_setzero_si512();
   for (int64_t i = 0; i < registers; i += steps) {
     __m512i sum = _mm512_setzero_si512();
-    for (int step = 0; step < steps; step++, row += stride) {
+    for (int step = 0; step < steps && i + step < registers; step++, row += stride) {
       // A quarter, rounded up, because the squares would not fit.
       const __m512i magnitudes = _mm512_abs_epi16(_mm512_loadu_si512(row));
       const __m512i quarters =
@@ -152,7 +151,6 @@ EQQUANT_INLINE __m512i codes_at(const Product& p, int64_t row, int64_t j) {
 // Codes of `rows` rows, decoded in registers.
 template <int bits, int rows, class Stored>
 struct InRegisters : BlockedRows<rows, Stored> {
-  static constexpr int steps_of_sum = 16 / bits;
   __m512i table;
   RowOffsets& offsets;
   int64_t row;
@@ -177,10 +175,9 @@ struct InRegisters : BlockedRows<rows, Stored> {
   }
 };
 
-// Decoded rows: (chunk, step, row, lane).
-template <int bits, int rows>
+// Decoded rows: (step, row, lane).
+template <int steps, int rows>
 struct InMemory {
-  static constexpr int steps_of_sum = std::min(most_of_sum, 16 / bits);
   const int16_t* values;
   const float* units;
 
@@ -196,14 +193,15 @@ struct InMemory {
     for (int i = 0; i < count; i++)
       sums[i] = _mm512_add_ps(_mm512_cvtepi32_ps(products[i]), sums[i]);
   }
-  EQQUANT_INLINE void next() { values += 16 / bits * rows * (chunk / 2); }
+  EQQUANT_INLINE void next() { values += steps * rows * (chunk / 2); }
   EQQUANT_INLINE float unit_of(int r) const { return units[r]; }
   template <int count>
   EQQUANT_INLINE void add_offsets(int64_t, __m512 (&)[rows][count]) const {}
 };
 
-// Values in registers are passed as arguments. products/float_x_wt_gemv.h has the reason.
-template <int bits, int rows, int count>
+// Products are summed for `steps` steps. Values in registers are passed as arguments: products/float_x_wt_gemv.h has
+// the reason.
+template <int steps, int rows, int count>
 struct Tile {
   using Products = __m512i[rows][count];
   using Sums = __m512[rows][count];
@@ -211,24 +209,24 @@ struct Tile {
   template <int step, class Weights>
   static EQQUANT_INLINE void multiply(const Weights& weights, const int16_t* x, Products& products,
                                       Sums& sums) {
-    constexpr int in_sum = step % Weights::steps_of_sum;
     __m512i weight[rows];
     for (int r = 0; r < rows; r++) weight[r] = weights.template weight<step>(r);
     for (int i = 0; i < count; i++) {
       const __m512i some = _mm512_loadu_si512(x + (step * count + i) * (chunk / 2));
       for (int r = 0; r < rows; r++)
-        products[r][i] = in_sum ? add_products(products[r][i], weight[r], some)
+        products[r][i] = step ? add_products(products[r][i], weight[r], some)
                                 : _mm512_madd_epi16(weight[r], some);
     }
-    if constexpr (in_sum + 1 == Weights::steps_of_sum)
+    if constexpr (step + 1 < steps)
+      multiply<step + 1>(weights, x, products, sums);
+    else
       for (int r = 0; r < rows; r++) weights.add(r, products[r], sums[r]);
-    if constexpr ((step + 1) * bits < 16) multiply<step + 1>(weights, x, products, sums);
   }
 
   // Multiplies the rows that `make` returns by `count` rows of the activation `x`, which begin with row `first_of_x`
   // and have `units`. Writes the results to `y`, or adds them.
   template <class Make>
-  static void run(const Make& make, int64_t first_of_x, const int16_t* x, const float* units, int64_t chunks,
+  static void run(const Make& make, int64_t first_of_x, const int16_t* x, const float* units, int64_t times,
                   bool adds, float* y, int64_t y_stride) {
     auto weights = make();  // A local variable, because compilers leave members of arguments in memory.
     Sums sums;
@@ -239,8 +237,8 @@ struct Tile {
       Products products;
       multiply<0>(weights, x, products, sums);
       weights.next();
-      x += 16 / bits * count * (chunk / 2);
-    } while (--chunks);
+      x += steps * count * (chunk / 2);
+    } while (--times);
     // Do not multiply the units first, because their product may underflow.
     Sums all;  // Not `sums`, which would not stay in registers.
     for (int r = 0; r < rows; r++)
@@ -291,13 +289,15 @@ float decode_row(const Product& p, const ChunkScales& blocks, float largest, int
   float per_unit = largest_int16 / most;
   if (!std::isfinite(per_unit)) per_unit = 0;
   // The square of the largest norm of a lane. See `norm_of_lanes`.
-  __m512 square = _mm512_setzero_ps();
+  __m512 square = _mm512_setzero_ps(), before = _mm512_setzero_ps();
   for_each_chunk(per_unit, [&](__m512i codes, __m512 scale) {
     if constexpr (bits == 8) {
-      // Integers need no table.
+      // Integers need no table. Two chunks have the steps of a sum: overlapping pairs are an upper bound.
       const __m512i low = decode<8, 0>(codes, codes), high = decode<8, 1>(codes, codes);
       const __m512 sum = _mm512_cvtepi32_ps(_mm512_dpwssd_epi32(_mm512_madd_epi16(low, low), high, high));
-      square = _mm512_max_ps(square, _mm512_mul_ps(sum, _mm512_mul_ps(scale, scale)));
+      const __m512 of_chunk = _mm512_mul_ps(sum, _mm512_mul_ps(scale, scale));
+      square = _mm512_max_ps(square, _mm512_add_ps(before, of_chunk));
+      before = of_chunk;
       return;
     }
     __m512 sum = _mm512_setzero_ps();
@@ -305,7 +305,7 @@ float decode_row(const Product& p, const ChunkScales& blocks, float largest, int
       const __m512 low = level(levels, codes, shift);
       const __m512 high = level(levels, codes, shift + 16);
       sum = _mm512_fmadd_ps(low, low, _mm512_fmadd_ps(high, high, sum));
-      if (step % InMemory<bits, 1>::steps_of_sum) continue;
+      if (step % steps_in_memory) continue;
       square = _mm512_max_ps(square, _mm512_mul_ps(sum, _mm512_mul_ps(scale, scale)));
       sum = _mm512_setzero_ps();
     }
@@ -333,12 +333,46 @@ float decode_row(const Product& p, const ChunkScales& blocks, float largest, int
   return per_unit > 0 ? 1 / per_unit : 0;
 }
 
-template <int bits>
-struct Rows {
-  static constexpr int64_t of_panel = panel_size / (16 / bits * (chunk / 2));
+// The activation: groups of rows that are multiplied at once.
+struct Groups {
   const Product& p;
   const int16_t* x;
   const float* units;
+
+  Groups(const Product& p, char* scratch) : p(p), x(int16_in(scratch)), units(units_in(p, row_size(p), scratch)) {}
+
+  // Multiplies rows `begin` to `end` by the `rows` rows of the weight that `make` returns, `times` times `steps` steps
+  // from step `first` on. Writes the results, or adds them.
+  template <int steps, int rows, class Make>
+  void multiply(const Make& make, int64_t row, int64_t begin, int64_t end, int64_t first, int64_t times,
+                bool adds) const {
+    for (int64_t i = begin; i < end; i += most_at_once)
+      with_constant<most_at_once>(static_cast<int>(group_of(p, i)), [&](auto count) {
+        Tile<steps, rows, count>::run(make, i, x + i * row_size(p) + first * count * (chunk / 2), units + i, times,
+                                      adds, p.y + i * p.rows + row, p.rows);
+      });
+  }
+
+  // The same for decoded rows.
+  template <int rows>
+  __attribute__((noinline)) void multiply_decoded(const int16_t* values, const float* of_weight, int64_t row,
+                                                  int64_t begin, int64_t end, int64_t first, int64_t steps) const {
+    const auto some = [&](auto at_once, int64_t from, int64_t times) {
+      const auto make = [&] { return InMemory<at_once, rows>{values + from * rows * (chunk / 2), of_weight}; };
+      multiply<at_once, rows>(make, row, begin, end, first + from, times, first + from > 0);
+    };
+    const int64_t rest = steps % steps_in_memory;
+    if (steps > rest) some(std::integral_constant<int, steps_in_memory>(), 0, steps / steps_in_memory);
+    if (rest) some(std::integral_constant<int, steps_in_memory / 2>(), steps - rest, 1);
+  }
+};
+
+template <int bits>
+struct Rows {
+  static constexpr int steps = 16 / bits;
+  static constexpr int64_t of_panel = panel_size / (steps * (chunk / 2));
+  const Product& p;
+  const Groups groups;
   const Int16Levels levels;
   const ChunkScales blocks;
   std::vector<float> buffer;
@@ -346,31 +380,11 @@ struct Rows {
 
   Rows(const Product& p, char* scratch)
       : p(p),
-        x(int16_in(scratch)),
-        units(units_in(p, row_size(p), scratch)),
+        groups(p, scratch),
         levels(levels_of(p)),
         blocks(p),
         buffer(p.scale_buffer(4)),
         decoded(p.m >= many(p) ? 4 * panel_size / (chunk / 2) : 0) {}
-
-  // Multiplies the `rows` rows of the weight that `make` returns by rows `begin` to `end` of the activation: `chunks`
-  // chunks from `c` on.
-  template <int rows, class Make>
-  void multiply(const Make& make, int64_t row, int64_t begin, int64_t end, int64_t c,
-                int64_t chunks) {
-    for (int64_t i = begin; i < end; i += most_at_once) {
-      const auto run = [&](auto count) {
-        const int64_t skipped = c * steps_of(p) * count * (chunk / 2);
-        Tile<bits, rows, count>::run(make, i, x + i * row_size(p) + skipped, units + i, chunks,
-                                     c > 0, p.y + i * p.rows + row, p.rows);
-      };
-      switch (group_of(p, i)) {
-        case 1: run(std::integral_constant<int, 1>()); break;
-        case 2: run(std::integral_constant<int, 2>()); break;
-        default: run(std::integral_constant<int, 3>());
-      }
-    }
-  }
 
   template <int rows, class Stored>
   void few(const Stored& stored, NumbersInOrder& scales, RowOffsets& offsets, int64_t row) {
@@ -378,9 +392,10 @@ struct Rows {
     const auto make = [&]() __attribute__((always_inline)) {
       return InRegisters<bits, rows, Stored>(p, levels, blocks, stored, scales, offsets, row);
     };
-    multiply<rows>(make, row, 0, p.m, 0, chunks_of(p));
+    groups.multiply<steps, rows>(make, row, 0, p.m, 0, chunks_of(p), false);
   }
 
+  // Chunks `c` to `c + chunks`.
   template <int rows>
   void panel(int64_t row, int64_t begin, int64_t end, int64_t c, int64_t chunks) {
     const float* scales = scales_of(p, row, rows, buffer.data());
@@ -393,8 +408,7 @@ struct Rows {
     for (int r = 0; r < rows; r++)
       for (int64_t j = c; j < c + chunks; j++)
         __builtin_prefetch(p.codes + (row + rows + r) * p.packed + j * chunk, 0, 2);
-    const auto make = [&] { return InMemory<bits, rows>{decoded[0].values, of_weight}; };
-    multiply<rows>(make, row, begin, end, c, chunks);
+    groups.multiply_decoded<rows>(decoded[0].values, of_weight, row, begin, end, c * steps, chunks * steps);
   }
 };
 
@@ -417,7 +431,8 @@ void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end)
     if (p.m < many(p) && p.is_unpacked()) return few(UnpackedBytes(p));
   }
   if (p.m < many(p)) return few(WholeBytes(p));
-  const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
+  // An even number, so that sums of decoded rows have the same steps in all panels.
+  const int64_t chunks = (evenly(chunks_of(p), of.of_panel) + 1) / 2 * 2, bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;
   const int64_t in_turn = most_at_once * evenly(groups, cached_bytes / bytes / most_at_once);
   for (int64_t i = 0; i < p.m; i += in_turn)
