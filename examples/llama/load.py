@@ -63,7 +63,7 @@ def load_model(
         are stacked, with [`Mixed`][] for weights that the file stores in different
         formats. Only mixtures of experts cannot have these.
     - `joined`: join weights with the same input, as `join` does (joined.py), but
-        without a copy.
+        without a copy if the headers of the files determine their formats.
     """
     source = open_model(model)
     config = source.config
@@ -94,7 +94,8 @@ def load_model(
     if joined and (formats := _described(load, like)) is not None:
         like = to_floats(join(formats))
     loaded = load(like, abstract)
-    return loaded if abstract else source.arrange(loaded)
+    loaded = loaded if abstract else source.arrange(loaded)
+    return join(loaded) if joined else loaded
 
 
 def _described(load: Callable, like: Decoder) -> Decoder | None:

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
+import load  # noqa: E402
 from config import DividedFrequencies  # noqa: E402
 from folder import Folder  # noqa: E402
 from joined import join, Joined  # noqa: E402
@@ -127,23 +128,26 @@ def test_loading_joins_layers_like_join(name, formats, stacked, tmp_path):
         arrays[key] = array
     path = tmp_path / "model.gguf"
     eqquant.checkpoints.write_gguf(path, arrays, metadata=metadata_of(name))
-    load = lambda **options: load_model(
+    read = lambda **options: load_model(
         path, stacked=stacked, progress=False, **options
     )
-    joined, expected = load(joined=True), join(load())
+    joined, expected = read(joined=True), join(read())
     layer = joined.layers if stacked else joined.layers[1]
     same = len({*formats.values()}) == 1
     assert len(layer.attention.query.sizes) == (3 if same and "v" in formats else 2)
     assert_identical(joined, expected)
     shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-    abstract = load(joined=True, abstract=True)
+    abstract = read(joined=True, abstract=True)
     assert jax.tree.structure(abstract) == jax.tree.structure(joined)
     assert shapes(abstract) == shapes(joined)
 
 
 @pytest.mark.parametrize("format", ["nf4", None])
-def test_folders_are_joined_like_join(format):
+@pytest.mark.parametrize("is_described", [True, False])
+def test_folders_are_joined_like_join(monkeypatch, format, is_described):
     folder = DATA / "qwen2"
+    if not is_described:  # As for weights of libraries without formats in the header.
+        monkeypatch.setattr(load, "_described", lambda *_: None)
     joined = load_model(folder, format, joined=True, progress=False)
     expected = join(load_model(folder, format, progress=False))
     assert_identical(joined, expected)

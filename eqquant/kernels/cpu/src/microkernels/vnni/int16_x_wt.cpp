@@ -215,7 +215,7 @@ struct Tile {
       const __m512i some = _mm512_loadu_si512(x + (step * count + i) * (chunk / 2));
       for (int r = 0; r < rows; r++)
         products[r][i] = step ? add_products(products[r][i], weight[r], some)
-                                : _mm512_madd_epi16(weight[r], some);
+                              : _mm512_madd_epi16(weight[r], some);
     }
     if constexpr (step + 1 < steps)
       multiply<step + 1>(weights, x, products, sums);
