@@ -25,7 +25,7 @@ _together = {"attention": ("query", "key", "value"), "mlp": ("gate", "up")}
 class Joined(eqx.Module):
     """Linear layers whose weights are the rows of one weight."""
 
-    weight: eqquant.QuantizedArray
+    weight: eqquant.QuantizedArray | eqquant.arrays.RotatedArray
     bias: Float[Array, "*lead out"] | None
     sizes: tuple[int, ...] = eqx.field(static=True)  # The rows of each layer.
 
@@ -76,11 +76,11 @@ def to_floats(model: Any) -> Any:
     """Replace quantized arrays of an abstract model by the floats that they stand
     for."""
 
-    def float_of(x):
-        is_quantized = isinstance(x, eqquant.QuantizedArray)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_quantized else x
-
-    return jax.tree.map(float_of, model, is_leaf=eqquant.is_quantized)
+    is_quantized = eqquant.is_quantized
+    float_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.tree.map(
+        lambda x: float_of(x) if is_quantized(x) else x, model, is_leaf=is_quantized
+    )
 
 
 def names_of_joined(names: Names, model: Any) -> Names:
@@ -151,8 +151,8 @@ def _kind(linear: Layer) -> Any:
     """Return what neighbours need to have in common. Only quantized weights whose rows
     have their own scales can be joined."""
     weight = getattr(linear, "weight", None)
-    is_quantized = isinstance(weight, eqquant.QuantizedArray)
-    if isinstance(linear, Joined) or not is_quantized or weight.axes != (-1,):
+    has_own_scales = eqquant.is_quantized(weight) and weight.axes == (-1,)
+    if isinstance(linear, Joined) or not has_own_scales:
         return object()  # Unlike every other.
     columns = [(leaf.shape[-1], leaf.dtype) for leaf in jax.tree.leaves(weight)]
     return jax.tree.structure(weight), columns, linear.bias is None

@@ -371,8 +371,10 @@ def test_the_most_likely_token_is_the_first_of_the_largest(rng):
         assert_identical(most_likely(logits), np.argmax(logits, -1).astype(np.int32))
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_joined_layers_compute_the_same(stacked):
+@pytest.mark.parametrize(
+    "stacked, rotate", [(True, False), (True, True), (False, False)]
+)
+def test_joined_layers_compute_the_same(stacked, rotate):
     config = Config(
         vocabulary=64,
         size=64,
@@ -386,7 +388,8 @@ def test_joined_layers_compute_the_same(stacked):
     model = Decoder(config, key=jax.random.key(0))
     formats = {"*.value.weight": "int8", "*.mlp.*.weight": "nf4"}
     formats |= {"*.query.weight": "nf4", "*.key.weight": "nf4"}
-    model = eqquant.quantize_tree(model, rules=formats, progress=False)
+    options = {"rotate": rotate, "progress": False}
+    model = eqquant.quantize_tree(model, rules=formats, **options)
     model = model if stacked else unstack(model)
     joined = join(model)
     layer = joined.layers if stacked else joined.layers[1]
