@@ -6,8 +6,16 @@ import jax
 
 from ..arrays import quantize
 from ..kernels import Compute
+from ..trees import Choice, errors_at
 from ._load import is_array
-from ._plan import AnyContents, Plan
+from ._plan import AnyContents, CALLER, Plan
+from .files import cannot_concatenate
+
+
+def abstract_quantized(leaf: Any, choice: Choice) -> Any:
+    """Return what quantizing an array would return."""
+    make = lambda x: quantize(x, choice.format, axis=choice.axis)
+    return jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
 def abstract_leaf(contents: AnyContents, plan: Plan, compute: Compute) -> Any:
@@ -19,15 +27,18 @@ def abstract_leaf(contents: AnyContents, plan: Plan, compute: Compute) -> Any:
         return contents.read(layout.names[0])
     plain = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if contents.are_quantized(layout.names):
-        kept = 0 if layout.rows is None else 1
+        first = layout.tensors[0]
+        kept = 0 if first.rows is None else 1
 
         def whole(x):
+            if first.rows is not None and x.shape[:1] != (first.rows.stop,):
+                raise cannot_concatenate(first.name)
             return jax.ShapeDtypeStruct((*layout.lead, *x.shape[kept:]), x.dtype)
 
-        out = jax.tree.map(whole, contents.abstract(layout.names[0]))
+        with errors_at(f"{CALLER}: at {plan.site.path}"):
+            out = jax.tree.map(whole, contents.abstract(first.name))
     elif choice is not None:
-        make = lambda x: quantize(x, choice.format, axis=choice.axis)
-        out = jax.eval_shape(make, plain)
+        out = abstract_quantized(leaf, choice)
     else:
         return plain
     return out.with_dtype(leaf.dtype).with_static(compute=plan.compute or compute)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import is_implicit, quantize as array_quantize, QuantizedArray
+from ..arrays import is_implicit, QuantizedArray
 from ..formats import Format
 from ..kernels import as_compute, Compute
 from ..trees import (
@@ -22,7 +22,7 @@ from ..trees import (
     warn_of_left_out,
     with_progress,
 )
-from ._abstract import abstract_leaf
+from ._abstract import abstract_leaf, abstract_quantized
 from ._layout import Layout
 from ._load import is_array
 from ._open import ForeignContents, open_contents
@@ -211,9 +211,8 @@ def _quantize(layout: Layout, read: Callable, leaf, choice: Choice, check_finite
 
     if not layout.lead:
         return quantize(read(layout.names[0]))
-    make = lambda x: array_quantize(x, choice.format, axis=axes)
-    parts = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    if any(x.shape[: len(layout.lead)] != layout.lead for x in jax.tree.leaves(parts)):
+    parts = jax.tree.leaves(abstract_quantized(leaf, choice))
+    if any(x.shape[: len(layout.lead)] != layout.lead for x in parts):
         # Tensors share scales, so quantize all at once.
         return quantize(_assemble(layout, read))
 

@@ -40,7 +40,7 @@ def _(layer: Joined, name: str, array: Any) -> eqquant.trees.WeightAxes | None:
     return eqquant.trees.WeightAxes(axis=-1, out=-2) if name == "weight" else None
 
 
-Layer = Linear | Joined | None
+AnyLinear = Linear | Joined | None
 
 
 def project(linear: Any, x: Float[Array, "batch length size"]) -> Any:
@@ -48,7 +48,7 @@ def project(linear: Any, x: Float[Array, "batch length size"]) -> Any:
 
 
 def project_all(
-    linears: Sequence[Layer], x: Float[Array, "batch length size"]
+    linears: Sequence[AnyLinear], x: Float[Array, "batch length size"]
 ) -> list[Float[Array, "batch length out"]]:
     """Return the output of each linear layer. `None` is a layer that an earlier
     [`Joined`][] contains."""
@@ -75,7 +75,6 @@ def join(model: Any) -> Any:
 def to_floats(model: Any) -> Any:
     """Replace quantized arrays of an abstract model by the floats that they stand
     for."""
-
     is_quantized = eqquant.is_quantized
     float_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.tree.map(
@@ -130,9 +129,9 @@ def _concatenate_rows(*weights):
     return jnp.concatenate(weights, -2)
 
 
-def _joined(linears: Sequence[Layer]) -> tuple[Layer, ...]:
+def _joined(linears: Sequence[AnyLinear]) -> tuple[AnyLinear, ...]:
     """Join runs of layers with the same format."""
-    out: list[Layer] = []
+    out: list[AnyLinear] = []
     for _, run in itertools.groupby(linears, _kind):
         linears = list(run)
         if len(linears) == 1:
@@ -147,7 +146,7 @@ def _joined(linears: Sequence[Layer]) -> tuple[Layer, ...]:
     return tuple(out)
 
 
-def _kind(linear: Layer) -> Any:
+def _kind(linear: AnyLinear) -> Any:
     """Return what neighbours need to have in common. Only quantized weights whose rows
     have their own scales can be joined."""
     weight = getattr(linear, "weight", None)

@@ -91,8 +91,11 @@ def load_model(
             progress=progress,
         )
 
-    if joined and (formats := _described(load, like)) is not None:
-        like = to_floats(join(formats))
+    if joined and (described := _described(load, like)) is not None:
+        described = join(described)
+        if abstract:
+            return described
+        like = to_floats(described)
     loaded = load(like, abstract)
     loaded = loaded if abstract else source.arrange(loaded)
     return join(loaded) if joined else loaded

@@ -83,8 +83,9 @@ def test_rows_that_share_scales(tmp_path, apart, whole):
         for name, leaf in apart.items()
     }
     path = save_layers(tmp_path / "model.safetensors", quantized)
-    with pytest.raises(ValueError, match="at weight: '0.q' cannot be concatenated"):
-        eqquant.load_quantized(path, whole, None, names=names)
+    for abstract in (False, True):
+        with pytest.raises(ValueError, match="at weight: '0.q' cannot be concatenated"):
+            eqquant.load_quantized(path, whole, None, names=names, abstract=abstract)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "TQ2_0", "F16"])

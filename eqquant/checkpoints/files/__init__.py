@@ -6,7 +6,7 @@ files; JSON; and memory. It imports no other folder of `checkpoints`.
 """
 
 from ._beside import copy_others
-from ._fill import fill, Part
+from ._fill import cannot_concatenate, fill, Part
 from ._json import parse_object, to_json
 from ._manifest import KEY, make_header, Manifest, Piece, read_manifest, Shard, VERSION
 from ._mapped import MappedFile, release

@@ -29,6 +29,12 @@ class Part(NamedTuple):
     read: Callable[[Any], Any]
 
 
+def cannot_concatenate(name: str) -> ValueError:
+    return ValueError(
+        f"{name!r} cannot be concatenated with others, because its rows share scales."
+    )
+
+
 def fill(lead: tuple[int, ...], parts: Sequence[Part], *, threads: int = 0) -> Any:
     """Return the whole array, in NumPy. Only one copy of it is in memory.
 
@@ -50,10 +56,7 @@ def fill(lead: tuple[int, ...], parts: Sequence[Part], *, threads: int = 0) -> A
         for whole, leaf in zip(wholes, leaves, strict=True):
             place = whole[(*part.place, ...)]
             if place.shape != leaf.shape:
-                raise ValueError(
-                    f"{part.name!r} cannot be concatenated with others, because its "
-                    "rows share scales."
-                )
+                raise cannot_concatenate(part.name)
             if not np.may_share_memory(place, leaf):
                 place[...] = leaf
                 release(leaf)
