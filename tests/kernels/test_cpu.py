@@ -138,12 +138,15 @@ def draw_product(data, kernel):
         scale_dtype=data.draw(st.sampled_from(["float32", "bfloat16", "float16"])),
     )
     batch = data.draw(st.sampled_from([(), (3,)]))
-    m, rows, columns = (data.draw(st.integers(1, n)) for n in (40, 70, 600))
+    # Tiles of blocks need 8 rows.
+    least = 8 if kernel in ("int16, VNNI", "int16, AVX2", "int8, AVX2") else 1
+    limits = (1, 40), (least, 70), (1, 600)
+    m, rows, columns = (data.draw(st.integers(*limit)) for limit in limits)
     # With few sums, cancellation can affect all of them.
     hypothesis.assume(m * rows >= 50)
     contract_rows = kernel in IN_BOTH_DIRECTIONS and data.draw(st.booleans())
-    if contract_rows and format.bits == 8 and not kernel.startswith("float"):
-        columns = (columns + 15) // 16 * 16
+    if contract_rows and not kernel.startswith("float"):
+        columns = (columns + 127) // 128 * 128  # Whole registers of all formats.
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     stored = format.padded(columns)
     dtype = format.code_dtype

@@ -236,6 +236,11 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 64, {"rows": 384, "size": 384}, "int16, VNNI"),
         ("VNNI", Binary(), 2048, {"rows": 256}, "float, AVX-512"),
         ("VNNI", Binary(), 2048, {}, "int8x2, VNNI"),
+        # Tiles have 8 rows of the weight.
+        ("VNNI", Int4(), 1, {"rows": 8}, "int8x2, VNNI"),
+        ("VNNI", Int4(), 1, {"rows": 7}, "float, AVX-512"),
+        ("AVX2", NF4(), 1, {"rows": 8}, "int16, AVX2"),
+        ("AVX2", NF4(), 1, {"rows": 7}, "float, AVX2"),
         # int16 has no advantage here.
         ("i8mm", NF4(), 7, {"precision": "default"}, "float, NEON"),
         ("i8mm", NF4(), 8, {"precision": "default"}, "int8, i8mm"),

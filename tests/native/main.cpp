@@ -148,7 +148,8 @@ std::unique_ptr<double[]> decode(const Product& p) {
 void run(const Routine& routine, const Routine& of_offsets, const Product& p, char* scratch, char* sums) {
   const int64_t units = p.contract_rows ? p.packed : p.rows;
   const int64_t grain = routine.grain(p);
-  const int64_t cut = std::min(units, (units / 2 + grain - 1) / grain * grain);
+  const int64_t half = (units / 2 + grain - 1) / grain * grain;
+  const int64_t cut = units < half + grain ? units : half;
   routine.prepare(p, scratch, 0, p.m / 2);
   routine.prepare(p, scratch, p.m / 2, p.m);
   if (p.offsets.inner) of_offsets.prepare(p, sums, 0, p.m);

@@ -21,7 +21,7 @@ rule that holds serves. `XLA` means that XLA is faster. The facts in conditions 
 - `fits`: whole blocks fill AMX tiles (`tiles`), 64 bytes (`lanes`), 32 bytes or equal
   parts of them (`halves`), registers of sixteen bytes with short runs (`vectors`), or
   registers in whole rows (`panels`); `sixteen` if the bytes of a block are a multiple
-  of 16.
+  of 16. For `lanes` and `halves`, weights in `x@w.T` have at least 8 rows.
 - `cpu`: the instruction sets, and `bfloat16` if XLA multiplies bfloat16 fast.
 
 A kernel works in several ways, for few and for many rows. `src/runtime/limits.h` is the

@@ -227,11 +227,13 @@ void run_units(const Routine& routine, const Product& p, const char* scratch, in
   const int64_t bytes = p.m < few ? few_bytes : many_bytes, grain = routine.grain(p);
   const int64_t at_once =
       std::min(end - begin, std::max<int64_t>(1, bytes / p.packed / grain) * grain);
-  const std::unique_ptr<uint8_t[]> unpacked(new uint8_t[at_once * p.packed]);
+  // The last piece has at least `grain` rows, because tiles need some.
+  const std::unique_ptr<uint8_t[]> unpacked(new uint8_t[std::min(at_once + grain, end - begin) * p.packed]);
   Product some = p;
   some.codes = unpacked.get();
-  for (int64_t row = begin; row < end; row += at_once) {
-    const int64_t rows = std::min(at_once, end - row);
+  some.own_end = nullptr, some.to_next = -far_ahead;  // These codes are in a cache.
+  for (int64_t row = begin, rows; row < end; row += rows) {
+    rows = end - row < at_once + grain ? end - row : at_once;
     unpack(p, p.stored(row), rows * (p.packed / p.run), unpacked.get());
     some.scales = p.scales.from(row, p.blocks);
     if (p.block_sums) some.offsets = p.offsets.from(row, p.blocks);

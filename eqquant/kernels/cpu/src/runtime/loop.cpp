@@ -69,7 +69,7 @@ void Loop::work() {
 void Loop::work_on(int64_t lane) {
   const int64_t lanes = next.size(), begin = pieces * lane / lanes, end = pieces * (lane + 1) / lanes;
   for (int64_t i; (i = begin + next[lane].fetch_add(1)) < end;) {
-    call(use, i * piece, std::min(count, (i + 1) * piece), i + 1 == end ? part(ahead, lane, lanes) : Bytes{});
+    call(use, i * piece, i + 1 == pieces ? count : (i + 1) * piece, i + 1 == end ? part(ahead, lane, lanes) : Bytes{});
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < pieces) continue;
     // Lock between the two, so that the waiting thread has seen the change or is waiting.
     { std::lock_guard<std::mutex> lock(mutex); }

@@ -15,7 +15,7 @@
 
 namespace eqquant {
 
-// A loop over `pieces` pieces of [0, count). Each piece except the last has `piece` elements.
+// A loop over `pieces` pieces of [0, count). Each piece except the last has `piece` elements. The last has the rest.
 //
 // A thread processes the consecutive pieces of its own lane, and then the remaining pieces of other lanes. So a thread
 // prefetches the memory that it reads itself. If threads take pieces in turn, a token of SmolLM2 takes a quarter longer

@@ -20,8 +20,9 @@ void process(const Use& use, int64_t begin, int64_t end, Bytes after) {
     use(begin, end);
 }
 
-// Calls `use(begin, end)` for pieces of [0, count). Each piece except the last is a multiple of `grain`. Afterwards,
-// other threads read `ahead` until the next loop. `use` may have a third parameter, the `after` of `Loop`.
+// Calls `use(begin, end)` for pieces of [0, count). Each piece except the last is a multiple of `grain`, and the last is
+// at least `grain` if `count` is. Afterwards, other threads read `ahead` until the next loop. `use` may have a third
+// parameter, the `after` of `Loop`.
 //
 // The calling thread also works, and waits only for pieces that a thread has started. So it finishes even if
 // all other threads are busy.
@@ -31,7 +32,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   // Several pieces per thread, because some threads have other work.
   const int64_t wanted = (count + 4 * threads - 1) / (4 * threads);
   const int64_t piece = (wanted + grain - 1) / grain * grain;
-  const int64_t pieces = (count + piece - 1) / piece;
+  const int64_t pieces = std::max<int64_t>(1, count / piece + (count % piece >= grain));
   if (threads == 1 || pieces <= 1) return process(use, 0, count, ahead);
 
   auto loop = std::make_shared<Loop>(std::min(threads, pieces));

@@ -24,7 +24,6 @@ template <int stored_bits, int group_>
 struct DenseCodes {
   static constexpr int group = group_;  // The codes of a group.
   static constexpr int high_bits = stored_bits - 4, bytes = 4 * stored_bits;
-  static constexpr bool is_prefetched = true;
 
   static int64_t bytes_of_row(const Product& p) { return p.stored_bytes(); }
   // Factors that shift each 32-bit lane to the left, by fewer than 8 bits. A shift with a different distance in each

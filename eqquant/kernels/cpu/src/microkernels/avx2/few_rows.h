@@ -20,7 +20,7 @@
 
 #include "decode/scales.h"
 #include "microkernels/avx2/vector.h"
-#include "products/by_fours.h"
+#include "products/by_tiles.h"
 #include "products/unrolled.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
@@ -29,7 +29,8 @@ EQQUANT_BEGIN
 
 // Bytes of a chunk and of its halves, and of a register.
 constexpr int64_t chunk = 32, half = 16, of_register = 32;
-// The rows of the activation that are multiplied at once by four rows of the weight: registers hold no more sums.
+// The rows of the weight and of the activation that are multiplied at once: registers hold no more sums.
+constexpr int rows_at_once = 4;
 constexpr int64_t most_at_once = 2;
 
 inline int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chunk; }
@@ -77,15 +78,9 @@ struct NibbleTables {
 // Reads codes that need no unpacking.
 struct WholeBytes {
   static constexpr int bytes = chunk;  // The stored bytes of a chunk.
-  static constexpr bool is_prefetched = true;
 
   static int64_t bytes_of_row(const Product& p) { return p.packed; }
   static EQQUANT_INLINE __m256i read(const uint8_t* stored) { return load(stored); }
-};
-
-// Codes that were unpacked into a cache. Prefetching would read other memory.
-struct UnpackedBytes : WholeBytes {
-  static constexpr bool is_prefetched = false;
 };
 
 // The operands of all tiles. `units` has a unit for each row of the activation, or is null.
@@ -103,8 +98,9 @@ struct Operands {
         offsets(p.offsets, p.blocks, end) {}
 };
 
-template <class Codes, int rows, int count>
+template <class Codes, int count>
 struct Tile {
+  static constexpr int rows = rows_at_once;
   using Sums = __m256[rows][count];
   using Stored = typename Codes::Stored;
   static constexpr int parts = Codes::parts, shared = Codes::shared;
@@ -130,7 +126,7 @@ struct Tile {
                                   int64_t far, const float* scales, int64_t stride_of_scales, const char* x,
                                   Sums& sums) {
     unrolled<rows>([&](auto r) {
-      if (Stored::is_prefetched) prefetch(codes + r * stride, far), prefetch_near(codes + r * stride);
+      prefetch(codes + r * stride, far), prefetch_near(codes + r * stride);
       __m256i products[parts][count];
       Codes::multiply(tables, Stored::read(codes + r * stride), x, products);
       __m256 of_chunk[parts];
@@ -209,12 +205,8 @@ struct Tile {
     }
     if (p.block_sums) add_offsets(p, scales, of.offsets.of(row, rows), first_of_x, all);
     float* y = p.y + first_of_x * p.rows + row;
-    for (int i = 0; i < count; i++, y += p.rows) {
-      if constexpr (rows == 4)
-        Vector::store(y, Vector::sum_four(all[0][i], all[1][i], all[2][i], all[3][i]));
-      else
-        for (int r = 0; r < rows; r++) y[r] = Vector::sum(all[r][i]);
-    }
+    for (int i = 0; i < count; i++, y += p.rows)
+      Vector::store(y, Vector::sum_four(all[0][i], all[1][i], all[2][i], all[3][i]));
   }
 };
 
@@ -223,28 +215,22 @@ template <class Codes>
 void run_tiles(const Product& p, const typename Codes::Levels& levels, const char* x, const float* units,
                int64_t begin, int64_t end) {
   Operands<Codes> of(p, levels, x, units, end);
-  by_fours(begin, end, [&](auto rows, int64_t row) {
+  by_tiles<rows_at_once>(begin, end, [&](int64_t row) {
     for (int64_t i = 0; i < p.m; i += most_at_once)
       with_constant<most_at_once>(static_cast<int>(group_of(p, i)),
-                                  [&](auto count) { Tile<Codes, rows, count>::run(of, row, i); });
+                                  [&](auto count) { Tile<Codes, count>::run(of, row, i); });
   });
 }
 
-// Calls `use(bits, shared, stored)` with the numbers of bits and of blocks in a chunk as compile-time constants, and
-// the type of codes.
+// Calls `use(bits, shared)` with the numbers of bits and of blocks in a chunk as compile-time constants.
 template <class Use>
 void with_layout(const Product& p, const Use& use) {
   with_bits(p, [&](auto bits) {
-    const auto with = [&](auto shared) {
-      if constexpr (bits >= 4)
-        if (p.is_unpacked()) return use(bits, shared, UnpackedBytes());
-      use(bits, shared, WholeBytes());
-    };
     switch (blocks_of_chunk(p)) {
-      case 1: return with(std::integral_constant<int, 1>());
-      case 2: return with(std::integral_constant<int, 2>());
+      case 1: return use(bits, std::integral_constant<int, 1>());
+      case 2: return use(bits, std::integral_constant<int, 2>());
       default:
-        if constexpr (bits == 4) with(std::integral_constant<int, 4>());
+        if constexpr (bits == 4) use(bits, std::integral_constant<int, 4>());
     }
   });
 }
@@ -252,6 +238,7 @@ void with_layout(const Product& p, const Use& use) {
 // Returns the reason against a product, or null.
 inline const char* why_not_in_chunks(const Product& p) {
   if (p.exponent) return "floats of 8 bits need a float kernel";
+  if (p.rows < rows_of_tile) return "there must be at least 8 rows";
   const int64_t block = p.block_bytes();
   if (p.blocks == 1 || block % chunk == 0 || block == half || (block == half / 2 && p.bits == 4)) return nullptr;
   return "blocks must have 16 bytes, or 8 bytes of 4-bit codes, or a multiple of 32 bytes";

@@ -133,11 +133,10 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
     if (p.stored_bits == 5) return unpacked(DenseCodes<5, chunk>());
     return p.run == half ? unpacked(DenseCodes<6, half>()) : unpacked(DenseCodes<6, chunk>());
   }
-  with_layout(p, [&](auto bits, auto shared, auto stored) {
-    using Stored = decltype(stored);
+  with_layout(p, [&](auto bits, auto shared) {
     if constexpr (bits == 2 || bits == 4)
-      if (!looks_up) return run_tiles<Int16Codes<bits, shared, false, Stored>>(p, levels, scratch, units, begin, end);
-    run_tiles<Int16Codes<bits, shared, true, Stored>>(p, levels, scratch, units, begin, end);
+      if (!looks_up) return run_tiles<Int16Codes<bits, shared, false>>(p, levels, scratch, units, begin, end);
+    run_tiles<Int16Codes<bits, shared, true>>(p, levels, scratch, units, begin, end);
   });
 }
 

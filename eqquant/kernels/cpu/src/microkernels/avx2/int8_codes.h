@@ -32,10 +32,10 @@ struct ChunkOfX {
   constexpr int registers() const { return planes + 2; }
 };
 
-template <int bits, int shared_, bool looks_up, class Stored_>
+template <int bits, int shared_, bool looks_up>
 struct Int8Codes {
   using Levels = UnsignedLevels;
-  using Stored = Stored_;
+  using Stored = WholeBytes;
   static constexpr int shared = shared_, parts = 1, planes = 8 / bits;
   static constexpr ChunkOfX of_x = {planes};
   static constexpr int registers_of_x = of_x.registers();

@@ -92,12 +92,11 @@ int64_t scratch_size(const Product& p) { return p.m * row_size(p); }
 
 void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   const UnsignedLevels levels(p);
-  with_layout(p, [&](auto bits, auto shared, auto stored) {
-    using Stored = decltype(stored);
+  with_layout(p, [&](auto bits, auto shared) {
     if constexpr (bits == 4)
       if (levels.are_codes)
-        return run_tiles<Int8Codes<bits, shared, false, Stored>>(p, levels, scratch, nullptr, begin, end);
-    if constexpr (bits < 8) run_tiles<Int8Codes<bits, shared, true, Stored>>(p, levels, scratch, nullptr, begin, end);
+        return run_tiles<Int8Codes<bits, shared, false>>(p, levels, scratch, nullptr, begin, end);
+    if constexpr (bits < 8) run_tiles<Int8Codes<bits, shared, true>>(p, levels, scratch, nullptr, begin, end);
   });
 }
 

@@ -29,7 +29,6 @@ class DenseCodes {
   __m512i low_words, low_shifts, high_words, high_rotations, low, used, half_range;
 
  public:
-  static constexpr bool is_prefetched = true;
   // Stored bytes of 64 bytes.
   const int64_t bytes;
 
@@ -79,7 +78,6 @@ class DenseCodes {
 // Codes that need no unpacking, 64 bytes at a time.
 struct WholeBytes {
   static constexpr int64_t bytes = 64, least_left = 64;
-  static constexpr bool is_prefetched = true;
 
   explicit WholeBytes(const Product&) {}
   static int64_t bytes_of_row(const Product& p) { return p.packed; }
@@ -89,9 +87,8 @@ struct WholeBytes {
   EQQUANT_INLINE __m512i read(const uint8_t* stored) const { return _mm512_loadu_si512(stored); }
 };
 
-// Codes that were unpacked into a cache. Prefetching would read other memory.
+// Levels of 8 bits that were unpacked into a cache.
 struct UnpackedBytes : WholeBytes {
-  static constexpr bool is_prefetched = false;
   using WholeBytes::WholeBytes;
 };
 

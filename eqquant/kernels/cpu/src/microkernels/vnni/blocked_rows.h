@@ -84,7 +84,7 @@ struct BlockedRows {
   int64_t block = 0, of_block;       // The first block after the span; and its groups, unless spans have whole blocks.
   __m512i lanes, of[rows];
   __m512 of_span[rows];
-  alignas(16) float units[rows < 4 ? 4 : rows];
+  alignas(16) float units[rows];
 
   // Always inlined: otherwise the members of a local variable stay in memory.
   EQQUANT_INLINE BlockedRows(const Product& p, float level_unit, const ChunkScales& blocks, const Stored& stored,
@@ -98,7 +98,7 @@ struct BlockedRows {
     // A power of two for the whole row is part of the unit.
     const __m128 unit = _mm_set1_ps(level_unit);
     for (int r = 0; r < rows; r += 4)
-      _mm_store_ps(units + r, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<std::min(rows, 4)>(exponents + r)) : unit);
+      _mm_store_ps(units + r, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<4>(exponents + r)) : unit);
     read_scales();
   }
   // Decodes the powers of two of `count` rows, one byte each. 255 is NaN.
@@ -155,7 +155,6 @@ struct BlockedRows {
       for (int r = 0; r < rows; r++) of[r] = stored.read(codes + r * row_bytes);
     else
       for (int r = 0; r < rows; r++) of[r] = stored.read(codes + r * row_bytes, left);
-    if (!Stored::is_prefetched) return;
     for (int r = 0; r < rows; r++) {
       prefetch(codes + r * row_bytes, far);
       prefetch_near(codes + r * row_bytes);  // 24% less time for rows of 288 bytes (Zen 4).

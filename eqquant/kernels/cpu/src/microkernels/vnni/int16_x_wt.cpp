@@ -26,7 +26,7 @@
 #include "microkernels/avx512/vector.h"
 #include "microkernels/vnni/add_products.h"
 #include "microkernels/vnni/blocked_rows.h"
-#include "products/by_fours.h"
+#include "products/by_tiles.h"
 #include "products/int16_levels.h"
 #include "runtime/absmax.h"
 #include "runtime/limits.h"
@@ -386,13 +386,13 @@ struct Rows {
         buffer(p.scale_buffer(4)),
         decoded(p.m >= many(p) ? 4 * panel_size / (chunk / 2) : 0) {}
 
-  template <int rows, class Stored>
+  template <class Stored>
   void few(const Stored& stored, NumbersInOrder& scales, RowOffsets& offsets, int64_t row) {
     // Inlined: for rows of 256 weights, a call takes 12 to 15% of the time (Zen 4).
     const auto make = [&]() __attribute__((always_inline)) {
-      return InRegisters<bits, rows, Stored>(p, levels, blocks, stored, scales, offsets, row);
+      return InRegisters<bits, 4, Stored>(p, levels, blocks, stored, scales, offsets, row);
     };
-    groups.multiply<steps, rows>(make, row, 0, p.m, 0, chunks_of(p), false);
+    groups.multiply<steps, 4>(make, row, 0, p.m, 0, chunks_of(p), false);
   }
 
   // Chunks `c` to `c + chunks`.
@@ -424,23 +424,23 @@ void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end)
   const auto few = [&](const auto& stored) {
     NumbersInOrder scales(p.scales, p.blocks, end);
     RowOffsets offsets(p, end);
-    by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(stored, scales, offsets, row); });
+    by_tiles<4>(begin, end, [&](int64_t row) { of.few(stored, scales, offsets, row); });
   };
-  if constexpr (bits >= 4) {  // Others are stored as they are read.
+  if constexpr (bits >= 4)  // Others are stored as they are read.
     if (reads_stored(p)) return few(DenseCodes<bits == 8>(p));
-    if (p.m < many(p) && p.is_unpacked()) return few(UnpackedBytes(p));
-  }
   if (p.m < many(p)) return few(WholeBytes(p));
   // An even number, so that sums of decoded rows have the same steps in all panels.
   const int64_t chunks = (evenly(chunks_of(p), of.of_panel) + 1) / 2 * 2, bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;
   const int64_t in_turn = most_at_once * evenly(groups, cached_bytes / bytes / most_at_once);
   for (int64_t i = 0; i < p.m; i += in_turn)
-    for (int64_t c = 0; c < chunks_of(p); c += chunks)
-      by_fours(begin, end, [&](auto rows, int64_t row) {
-        of.template panel<rows>(row, i, std::min(p.m, i + in_turn), c,
-                                std::min(chunks, chunks_of(p) - c));
-      });
+    for (int64_t c = 0; c < chunks_of(p); c += chunks) {
+      // Panels do not overlap, because all but the first add to the results.
+      const int64_t last = std::min(p.m, i + in_turn), some = std::min(chunks, chunks_of(p) - c);
+      int64_t row = begin;
+      for (; row + 4 <= end; row += 4) of.template panel<4>(row, i, last, c, some);
+      for (; row < end; row++) of.template panel<1>(row, i, last, c, some);
+    }
 }
 
 int64_t scratch_size(const Product& p) { return scratch_of(p, row_size(p)); }
@@ -451,6 +451,7 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
 
 const char* why_not(const Product& p) {
   if (p.exponent) return "floats of 8 bits need a float kernel";
+  if (p.rows < rows_of_tile) return "there must be at least 8 rows";
   if (!p.fits_in_lanes(chunk) || (p.bits < 8 && p.run % 2))
     return "blocks must divide 64 bytes, or be a multiple of them";
   return nullptr;

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "decode/levels.h"
 #include "decode/scales.h"
@@ -20,7 +21,7 @@
 #include "microkernels/avx512/vector.h"
 #include "microkernels/vnni/blocked_rows.h"
 #include "microkernels/vnni/int8_vector.h"
-#include "products/by_fours.h"
+#include "products/by_tiles.h"
 #include "products/int8_levels.h"
 #include "products/planes.h"
 #include "products/unrolled.h"
@@ -36,13 +37,14 @@ constexpr int most_rows = 2;
 // The most chunks of a block whose products have one sum, which int32 holds. Only int8 levels that were unpacked, which
 // have long blocks: with short ones, a loop over one chunk takes 5% of the time.
 template <int bits, class Stored>
-constexpr int64_t most_chunks = bits == 8 && !Stored::is_prefetched ? 16 : 1;
+constexpr int64_t most_chunks = bits == 8 && std::is_same_v<Stored, UnpackedBytes> ? 16 : 1;
 // Narrower codes are not multiplied by two parts of the activation: each part adds tiles to the library.
 constexpr int least_bits_of_parts = 4;
 
 // True if this is faster than rounding rows of the weight to int8. Two parts of the activation need exact levels.
 inline bool serves(const Product& p) {
-  if (p.m > most_rows || p.exponent || is_exact_int8(p) || !p.fits_in_lanes(chunk)) return false;
+  if (p.m > most_rows || p.rows < rows_of_tile || !p.fits_in_lanes(chunk)) return false;
+  if (p.exponent || is_exact_int8(p)) return false;
   return p.parts == 1 || (p.bits >= least_bits_of_parts && has_int8_levels(p));
 }
 
@@ -228,13 +230,10 @@ EQQUANT_INLINE void write(const Product& p, const BlockedRows<rows, Stored>& wei
   float* y = p.y + row;
   for (int i = 0; i < count; i++, y += p.rows) {
     // Weights with offsets have the unit 1.
-    if constexpr (rows % 4 == 0)
-      for (int r = 0; r < rows; r += 4) {
-        const __m128 of = Vector::sum_four(totals[r][i], totals[r + 1][i], totals[r + 2][i], totals[r + 3][i]);
-        _mm_storeu_ps(y + r, _mm_mul_ps(of, _mm_load_ps(weights.units + r)));
-      }
-    else
-      for (int r = 0; r < rows; r++) y[r] = Vector::sum(totals[r][i]) * weights.units[r];
+    for (int r = 0; r < rows; r += 4) {
+      const __m128 of = Vector::sum_four(totals[r][i], totals[r + 1][i], totals[r + 2][i], totals[r + 3][i]);
+      _mm_storeu_ps(y + r, _mm_mul_ps(of, _mm_load_ps(weights.units + r)));
+    }
   }
 }
 
@@ -299,7 +298,8 @@ void run_tiles(const Product& p, const char* scratch, int64_t begin, int64_t end
   const float* const units = reinterpret_cast<const float*>(scratch + units_at(p, 0));
   with_constant<most_rows>(static_cast<int>(p.m), [&](auto count) {
     with_constant<bits < least_bits_of_parts ? 1 : 2>(p.parts, [&](auto parts) {
-      by_rows<count == 1 && parts == 1 ? 8 : 4>(begin, end, [&](auto rows, int64_t row) {
+      constexpr int rows = count == 1 && parts == 1 ? 8 : 4;
+      by_tiles<rows>(begin, end, [&](int64_t row) {
         Tile<bits, rows, count, parts, Stored, looks_up>::run(p, from, row, scratch, units, units_of_row(p));
       });
     });
@@ -310,7 +310,7 @@ template <int bits, bool looks_up>
 void run_whole_bytes(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   if constexpr (bits == 4)
     if (reads_stored(p)) return run_tiles<bits, DenseCodes<false>, looks_up>(p, scratch, begin, end);
-  if constexpr (bits >= 4)  // Others are stored as they are read.
+  if constexpr (bits == 8)
     if (p.is_unpacked()) return run_tiles<bits, UnpackedBytes, looks_up>(p, scratch, begin, end);
   run_tiles<bits, WholeBytes, looks_up>(p, scratch, begin, end);
 }
@@ -320,9 +320,9 @@ inline void run(const Product& p, const char* scratch, int64_t begin, int64_t en
   if (p.bits == 8) return run_whole_bytes<8, true>(p, scratch, begin, end);
   const bool are_codes = Levels(p).are_codes;
   with_bits(p, [&](auto bits) {
-    if constexpr (bits < 8)
-      are_codes ? run_whole_bytes<bits, false>(p, scratch, begin, end)
-                : run_whole_bytes<bits, true>(p, scratch, begin, end);
+    if constexpr (bits == 4)
+      if (are_codes) return run_whole_bytes<bits, false>(p, scratch, begin, end);
+    if constexpr (bits < 8) run_whole_bytes<bits, true>(p, scratch, begin, end);
   });
 }
 

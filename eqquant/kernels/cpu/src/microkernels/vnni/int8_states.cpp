@@ -142,8 +142,8 @@ void run_states(const Product& p, const char* scratch, int64_t begin, int64_t en
   const float* const units = reinterpret_cast<const float*>(scratch + units_at(order, 0));
   with_constant<most_rows>(static_cast<int>(p.m), [&](auto count) {
     with_constant<2>(p.parts, [&](auto parts) {
-      by_fours(begin, end, [&](auto rows, int64_t row) {
-        run_tile<bits, rows, count, parts>(p, order, from, states, loads, row, scratch, units, units_of_row(order));
+      by_tiles<4>(begin, end, [&](int64_t row) {
+        run_tile<bits, 4, count, parts>(p, order, from, states, loads, row, scratch, units, units_of_row(order));
       });
     });
   });
@@ -159,7 +159,7 @@ using namespace gfni::few_rows;
 
 bool serves_states(const Product& p) {
   // A block has one sum, and its high bits are in one register.
-  return p.has_history && p.m <= most_rows && p.run <= 256;
+  return p.has_history && p.m <= most_rows && p.run <= 256 && p.rows >= gfni::rows_of_tile;
 }
 
 int64_t scratch_of_states(const Product& p) { return scratch_size(in_order_of_decoding(p)); }

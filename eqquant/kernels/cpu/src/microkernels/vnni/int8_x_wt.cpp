@@ -26,7 +26,7 @@ int64_t scratch_of_any(const Product& p) {
 bool adds_offsets(const Product& p) { return few_rows::serves(p) && RowOffsets::serve(p); }
 const char* why_not_any(const Product& p) { return decodes_states(p) || few_rows::serves(p) ? nullptr : why_not(p); }
 int64_t grain(const Product& p) {
-  return decodes_states(p) || few_rows::serves(p) ? 4 : int8_x_wt_routine.grain(p);
+  return decodes_states(p) || few_rows::serves(p) ? rows_of_tile : int8_x_wt_routine.grain(p);
 }
 
 }  // namespace
