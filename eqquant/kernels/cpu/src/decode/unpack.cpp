@@ -162,20 +162,61 @@ void unpack_all(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run,
   }
 }
 
+#if defined(__x86_64__)
+// Reads 24 bytes, twice 16 of them: the second half begins 8 bytes after the first.
+EQQUANT_INLINE __m256i read_24(const uint8_t* from) {
+  const __m128i *const first = reinterpret_cast<const __m128i*>(from),
+                *const second = reinterpret_cast<const __m128i*>(from + 8);
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)), _mm_loadu_si128(second), 1);
+}
+#endif
+
+// Groups of 16 codes of 2 bits, as in Q2_K of GGUF, four at a time.
+void unpack_twos_16(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, int64_t far, uint8_t* to) {
+#if defined(__x86_64__)
+  const __m256i used = _mm256_set1_epi8(low), second = _mm256_set1_epi64x(~0ull << 32);
+  for (; groups >= 4; groups -= 4, from += 16, to += 32) {
+    prefetch(from, far);
+    const __m256i wide = _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m256i both = _mm256_or_si256(wide, _mm256_and_si256(_mm256_slli_epi64(wide, 30), second));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_and_si256(both, used));
+  }
+#endif
+  unpack_all<unpack_two>(from, groups, bytes, run, far, to);
+}
+
+// Groups of 16 codes of 3 bits, as in Q3_K of GGUF, four at a time.
+void unpack_three_16(const uint8_t* from, int64_t, uint8_t* to) { unpack_three<uint16_t>(from, 8, to); }
+void unpack_threes_16(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, int64_t far, uint8_t* to) {
+#if defined(__x86_64__)
+  const __m256i bytes_of_lows = _mm256_setr_epi8(0, 1, 2, 3, 0, 1, 2, 3, 6, 7, 8, 9, 6, 7, 8, 9,  //
+                                                 4, 5, 6, 7, 4, 5, 6, 7, 10, 11, 12, 13, 10, 11, 12, 13);
+  const __m256i bytes_of_highs = _mm256_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 10, 11, 10, 11, 10, 11, 10, 11,  //
+                                                  8, 9, 8, 9, 8, 9, 8, 9, 14, 15, 14, 15, 14, 15, 14, 15);
+  const __m256i factors = _mm256_set1_epi64x(0x0001000200040008), shifts = _mm256_set1_epi64x(int64_t{2} << 32);
+  for (; groups >= 4; groups -= 4, from += 24, to += 32) {
+    prefetch(from, far);
+    const __m256i all = read_24(from);
+    const __m256i lows = _mm256_srlv_epi32(_mm256_shuffle_epi8(all, bytes_of_lows), shifts);
+    const __m256i highs = _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(all, bytes_of_highs), factors), 1);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        _mm256_or_si256(_mm256_and_si256(lows, _mm256_set1_epi8(low)),
+                                        _mm256_and_si256(highs, _mm256_set1_epi8(high))));
+  }
+#endif
+  unpack_all<unpack_three_16>(from, groups, bytes, run, far, to);
+}
+
 // Two groups of 16 codes of 6 bits at a time.
 void unpack_sixes_16(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, int64_t far, uint8_t* to) {
 #if defined(__x86_64__)
-  // The second half begins 8 bytes after the first, so that loads stay inside of both groups.
   const __m256i bytes_of_lows = _mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7,  //
                                                  4, 5, 6, 7, 8, 9, 10, 11, 4, 5, 6, 7, 8, 9, 10, 11);
   const __m256i bytes_of_highs = _mm256_setr_epi8(8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11, 8, 9, 10, 11,  //
                                                   12, 13, 14, 15, 12, 13, 14, 15, 12, 13, 14, 15, 12, 13, 14, 15);
   for (; groups >= 2; groups -= 2, from += 24, to += 32) {
     prefetch(from, far);
-    const __m128i *const first = reinterpret_cast<const __m128i*>(from),
-                        *const second = reinterpret_cast<const __m128i*>(from + 8);
-    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)),
-                                                 _mm_loadu_si128(second), 1);
+    const __m256i both = read_24(from);
     const __m256i low = _mm256_and_si256(
         _mm256_srlv_epi64(_mm256_shuffle_epi8(both, bytes_of_lows), _mm256_setr_epi64x(0, 4, 0, 4)),
         _mm256_set1_epi8(15));
@@ -203,10 +244,11 @@ Unpacker* unpacker_to_int8(int64_t run) {
 }
 
 Unpacker* unpacker(const Product& p) {
-  if (p.stored_bits == 2) return unpack_all<unpack_two>;
+  if (p.stored_bits == 2) return unpack_twos_16;
   if (p.stored_bits == 5) return unpacker_to_int8<5>(p.run);
   if (p.stored_bits == 6) return unpacker_to_int8<6>(p.run);
   const int64_t part = p.run / 4;
+  if (part == 2) return unpack_threes_16;
   if (part == 8) return unpack_all<unpack_three_64>;
   if (part % 8 == 0) return unpack_all<unpack_three<uint64_t>>;
   return part % 4 == 0 ? unpack_all<unpack_three<uint32_t>> : unpack_all<unpack_three<uint8_t>>;

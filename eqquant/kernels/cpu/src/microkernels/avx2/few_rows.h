@@ -30,7 +30,7 @@ EQQUANT_BEGIN
 // Bytes of a chunk and of its halves, and of a register.
 constexpr int64_t chunk = 32, half = 16, of_register = 32;
 // The rows of the weight and of the activation that are multiplied at once: registers hold no more sums.
-constexpr int rows_at_once = 4;
+constexpr int rows_together = 4;
 constexpr int64_t most_at_once = 2;
 
 inline int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chunk; }
@@ -100,7 +100,7 @@ struct Operands {
 
 template <class Codes, int count>
 struct Tile {
-  static constexpr int rows = rows_at_once;
+  static constexpr int rows = rows_together;
   using Sums = __m256[rows][count];
   using Stored = typename Codes::Stored;
   static constexpr int parts = Codes::parts, shared = Codes::shared;
@@ -215,7 +215,7 @@ template <class Codes>
 void run_tiles(const Product& p, const typename Codes::Levels& levels, const char* x, const float* units,
                int64_t begin, int64_t end) {
   Operands<Codes> of(p, levels, x, units, end);
-  by_tiles<rows_at_once>(begin, end, [&](int64_t row) {
+  by_tiles<rows_together>(begin, end, [&](int64_t row) {
     for (int64_t i = 0; i < p.m; i += most_at_once)
       with_constant<most_at_once>(static_cast<int>(group_of(p, i)),
                                   [&](auto count) { Tile<Codes, count>::run(of, row, i); });

@@ -49,36 +49,86 @@ EQQUANT_INLINE __m512 numbers_at(ScaleType type, const void* from, int64_t i, __
   return _mm512_cvtepi32_ps(x);
 }
 
-// Stored numbers that one instruction converts to floats: float16 or float32.
-struct Numbers {
-  const char* from;
-  bool are_halves;
+// Integers of a byte, or of half a byte, times a float16 number for each 8 or 16 of them, as in K-quants of GGUF.
+class IntegersTimesHalves {
+  // The bits of an integer in a byte. The bits that turn signed integers into unsigned ones, and the integer that this
+  // adds.
+  __m128i shift, used, flipped;
+  __m512i middle, factor_of_lane;
+  int second, log_size;  // The bit of a second factor in a mask, or 0.
 
-  // Reads sixteen numbers from `i` on, under a mask.
-  EQQUANT_INLINE __m512 read(int64_t i, __mmask16 some) const { return are_halves ? halves(i, some) : floats(i, some); }
+ public:
+  // True if these numbers are such products, and each row begins with a factor.
+  static bool are(const Scales& s, int64_t blocks) {
+    const bool are_integers = ScaleType::uint8 <= s.type && s.type <= ScaleType::high_nibble;
+    return are_integers && s.outer_type == ScaleType::float16 && (s.outer_blocks == 8 || s.outer_blocks == 16) &&
+           blocks % s.outer_blocks == 0;
+  }
+  explicit IntegersTimesHalves(const Scales& s) {
+    const int size = static_cast<int>(s.outer_blocks), added = s.type == ScaleType::int8 ? 128 : 0;
+    const bool is_high = s.type == ScaleType::high_nibble, is_half = is_high || s.type == ScaleType::low_nibble;
+    shift = _mm_cvtsi32_si128(is_high ? 4 : 0), used = _mm_set1_epi8(is_half ? 15 : -1);
+    flipped = _mm_set1_epi8(static_cast<char>(added)), middle = _mm512_set1_epi32(added);
+    second = size == 8 ? 2 : 0, log_size = size == 8 ? 3 : 4;
+    factor_of_lane = _mm512_mask_mov_epi32(_mm512_setzero_si512(), size == 8 ? 0xFF00 : 0, _mm512_set1_epi32(1));
+  }
+  // Reads up to sixteen numbers from `i` on, a multiple of the size of a group.
+  EQQUANT_INLINE __m512 read(const char* integers, const char* halves, int64_t i, __mmask16 some) const {
+    const __m128i stored = _mm_srl_epi16(_mm_maskz_loadu_epi8(some, integers + i), shift);
+    const __m128i bytes = _mm_xor_si128(_mm_and_si128(stored, used), flipped);
+    const __m512 whole = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), middle));
+    const auto used = static_cast<__mmask8>(1 | (some >> 7 & second));
+    const __m128i factors = _mm_maskz_loadu_epi16(used, half_at(halves, i));
+    const __m512 of_groups = _mm512_cvtph_ps(_mm256_castsi128_si256(factors));
+    return _mm512_mul_ps(whole, _mm512_permutexvar_ps(factor_of_lane, of_groups));
+  }
+  EQQUANT_INLINE const char* half_at(const char* halves, int64_t i) const { return halves + (i >> log_size) * 2; }
+};
+
+// Stored numbers that few instructions convert to floats.
+struct Numbers {
+  enum Type { float32, float16, integers };
+  Type type;
+  const char *from, *factors;          // Only `integers` have factors.
+  const IntegersTimesHalves* products;
+
+  // Reads up to sixteen numbers from `i` on, under a mask.
+  EQQUANT_INLINE __m512 read(int64_t i, __mmask16 some) const {
+    return type == float32 ? floats(i, some) : type == float16 ? halves(i, some) : times_halves(i, some);
+  }
+  EQQUANT_INLINE __m512 floats(int64_t i, __mmask16 some) const { return _mm512_maskz_loadu_ps(some, from + 4 * i); }
   EQQUANT_INLINE __m512 halves(int64_t i, __mmask16 some) const {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, from + 2 * i));
   }
-  EQQUANT_INLINE __m512 floats(int64_t i, __mmask16 some) const { return _mm512_maskz_loadu_ps(some, from + 4 * i); }
-  EQQUANT_INLINE void prefetch(int64_t i) const { __builtin_prefetch(from + (are_halves ? 2 : 4) * i, 0, 2); }
+  EQQUANT_INLINE __m512 times_halves(int64_t i, __mmask16 some) const { return products->read(from, factors, i, some); }
+  EQQUANT_INLINE void prefetch(int64_t i) const { __builtin_prefetch(from + (type == float32 ? 4 : 2) * i, 0, 2); }
+  EQQUANT_INLINE void prefetch_integers(int64_t i) const {
+    __builtin_prefetch(from + i, 0, 2), __builtin_prefetch(products->half_at(factors, i), 0, 2);
+  }
 };
 
-// The scales, or offsets, of rows that are read in order, up to row `end`. Other types than float16 are decoded before.
+// The scales, or offsets, of rows that are read in order, up to row `end`. Types that `Numbers` lacks are decoded
+// before. With `by_sixteen`, a row is read sixteen blocks at a time.
 class NumbersInOrder {
   const Scales& stored;
   const int64_t blocks;
-  const bool are_halves;
+  const Numbers::Type type;
+  const IntegersTimesHalves products;
   ScalesInOrder decoded;
 
  public:
-  NumbersInOrder(const Scales& stored, int64_t blocks, int64_t end)
+  NumbersInOrder(const Scales& stored, int64_t blocks, int64_t end, bool by_sixteen)
       : stored(stored),
         blocks(blocks),
-        are_halves(stored.type == ScaleType::float16 && !stored.outer_blocks),
+        type(stored.type == ScaleType::float16 && !stored.outer_blocks         ? Numbers::float16
+             : by_sixteen && IntegersTimesHalves::are(stored, blocks) ? Numbers::integers
+                                                                      : Numbers::float32),
+        products(stored),
         decoded(stored, blocks, end) {}
   Numbers of(int64_t row, int64_t rows) {
-    if (are_halves) return {static_cast<const char*>(stored.inner) + 2 * row * blocks, true};
-    return {reinterpret_cast<const char*>(decoded.of(row, rows)), false};
+    if (type == Numbers::float32) return {type, reinterpret_cast<const char*>(decoded.of(row, rows)), nullptr, nullptr};
+    const Scales own = stored.from(row, blocks);
+    return {type, static_cast<const char*>(own.inner), static_cast<const char*>(own.outer), &products};
   }
 };
 

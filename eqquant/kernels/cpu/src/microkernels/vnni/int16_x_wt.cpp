@@ -422,7 +422,7 @@ template <int bits>
 void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Rows<bits> of(p, const_cast<char*>(scratch));  // Only read.
   const auto few = [&](const auto& stored) {
-    NumbersInOrder scales(p.scales, p.blocks, end);
+    NumbersInOrder scales(p.scales, p.blocks, end, false);  // Decoded once for all groups of rows of the activation.
     RowOffsets offsets(p, end);
     by_tiles<4>(begin, end, [&](int64_t row) { of.few(stored, scales, offsets, row); });
   };

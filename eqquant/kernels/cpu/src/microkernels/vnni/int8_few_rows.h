@@ -196,8 +196,8 @@ struct Operands {
   RowOffsets offsets;
 
   Operands(const Product& p, int64_t end)
-      : levels(p), blocks(p, most_chunks_of(p)), stored(p), scales(p.scales, p.blocks, end),
-        offsets(p, end, blocks.chunks_of_block == 1) {}
+      : levels(p), blocks(p, most_chunks_of(p)), stored(p),
+        scales(p.scales, p.blocks, end, blocks.chunks_of_block == 1), offsets(p, end, blocks.chunks_of_block == 1) {}
 };
 
 // The scales of a span, times the units of the activation.
