@@ -31,6 +31,7 @@ from eqquant import formats
 from matmul import dense, dense_transposed, product, product_transposed
 
 
+AFFINE = {"affine": True, "unsigned": True}
 FORMATS = {
     "int8": eqquant.Int8(),
     "nf4": eqquant.NF4(),
@@ -49,6 +50,10 @@ FORMATS = {
     "nvfp4": eqquant.NVFP4(),
     "int5": formats.Int5(),
     "int6": formats.Int6(),
+    "q2_k": eqquant.Int2(16, **AFFINE, double_quantization="k"),
+    "q3_k": eqquant.Int3(16, double_quantization="k"),
+    "q4_k": eqquant.Int4(32, **AFFINE, double_quantization="k"),
+    "q6_k": formats.Int6(16, double_quantization="k"),
     "trellis2": formats.Trellis(bits=2),
     "trellis3": formats.Trellis(bits=3),
     "trellis4": formats.Trellis(bits=4),
