@@ -77,8 +77,8 @@ class IntegersTimesHalves {
     const __m128i stored = _mm_srl_epi16(_mm_maskz_loadu_epi8(some, integers + i), shift);
     const __m128i bytes = _mm_xor_si128(_mm_and_si128(stored, used), flipped);
     const __m512 whole = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), middle));
-    const auto used = static_cast<__mmask8>(1 | (some >> 7 & second));
-    const __m128i factors = _mm_maskz_loadu_epi16(used, half_at(halves, i));
+    const auto groups = static_cast<__mmask8>(1 | (some >> 7 & second));
+    const __m128i factors = _mm_maskz_loadu_epi16(groups, half_at(halves, i));
     const __m512 of_groups = _mm512_cvtph_ps(_mm256_castsi128_si256(factors));
     return _mm512_mul_ps(whole, _mm512_permutexvar_ps(factor_of_lane, of_groups));
   }
@@ -89,7 +89,7 @@ class IntegersTimesHalves {
 struct Numbers {
   enum Type { float32, float16, integers };
   Type type;
-  const char *from, *factors;          // Only `integers` have factors.
+  const char *from, *factors;  // Only `integers` have factors.
   const IntegersTimesHalves* products;
 
   // Reads up to sixteen numbers from `i` on, under a mask.
@@ -120,9 +120,9 @@ class NumbersInOrder {
   NumbersInOrder(const Scales& stored, int64_t blocks, int64_t end, bool by_sixteen)
       : stored(stored),
         blocks(blocks),
-        type(stored.type == ScaleType::float16 && !stored.outer_blocks         ? Numbers::float16
-             : by_sixteen && IntegersTimesHalves::are(stored, blocks) ? Numbers::integers
-                                                                      : Numbers::float32),
+        type(stored.type == ScaleType::float16 && !stored.outer_blocks ? Numbers::float16
+             : by_sixteen && IntegersTimesHalves::are(stored, blocks)  ? Numbers::integers
+                                                                       : Numbers::float32),
         products(stored),
         decoded(stored, blocks, end) {}
   Numbers of(int64_t row, int64_t rows) {
