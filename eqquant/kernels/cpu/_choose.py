@@ -215,7 +215,8 @@ def _fits(product: Product) -> frozenset[str]:
     """Return the registers and tiles that whole blocks, or parts of one, fill."""
     block, blocks, row = _block(product), product.blocks, row_bytes(product)
     bits, one = unpacked_bits(product.format), blocks == 1
-    sixteen, tile = block % 16 == 0, product.contract_rows or product.rows >= 8
+    sixteen = block % 16 == 0
+    fill_tile = product.contract_rows or product.rows >= 8
     tiles = one or sixteen or (block == 8 and bits < 8)
     lanes = one or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
     pairs = bits == 8 or run_of(product) % 2 == 0
@@ -225,8 +226,8 @@ def _fits(product: Product) -> frozenset[str]:
     fits = {
         "sixteen": sixteen,
         "tiles": tiles,
-        "lanes": lanes and pairs and tile,
-        "halves": tile and (one or block in halves or block % 32 == 0),
+        "lanes": lanes and pairs and fill_tile,
+        "halves": fill_tile and (one or block in halves or block % 32 == 0),
         "vectors": vectors and short,
         "panels": vectors and row % 16 == 0,
     }

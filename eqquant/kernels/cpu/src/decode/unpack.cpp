@@ -163,7 +163,7 @@ void unpack_all(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run,
 }
 
 #if defined(__x86_64__)
-// Reads 24 bytes, twice 16 of them: the second half begins 8 bytes after the first.
+// Reads 24 bytes: the first 16 and the last 16 of them, so that no load goes beyond.
 EQQUANT_INLINE __m256i read_24(const uint8_t* from) {
   const __m128i *const first = reinterpret_cast<const __m128i*>(from),
                 *const second = reinterpret_cast<const __m128i*>(from + 8);
