@@ -161,7 +161,7 @@ def sources_of(machine: str | None) -> list[pathlib.Path]:
     for folder in _folders[str(machine)]:
         sources += _sources.glob(f"*/{folder}/*.cpp")
     # Start the slowest files first, so that none of them remains for a single core.
-    slowest = ("float", "handlers", "int")
+    slowest = ("float", "int", "array")
     return sorted(sources, key=lambda path: (not path.stem.startswith(slowest), path))
 
 

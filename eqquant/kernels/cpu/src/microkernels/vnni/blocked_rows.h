@@ -80,7 +80,7 @@ struct BlockedRows {
   int64_t row_bytes, far, left;  // Stored bytes of a row, how far to prefetch, and remaining unpacked bytes.
   Numbers scales;           // Unused for `integers` times powers of two, which are read as they are stored.
   const uint8_t *integers, *exponents;
-  int64_t group, after = 0, chunks;  // The first group of the span, the group after it, and the chunks that remain.
+  int64_t group, after = 0, chunks = 0;  // The first group of the span, the group after it, and the chunks that remain.
   int64_t block = 0, of_block;       // The first block after the span; and its groups, unless spans have whole blocks.
   __m512i lanes, of[rows];
   __m512 of_span[rows];
@@ -99,7 +99,6 @@ struct BlockedRows {
     const __m128 unit = _mm_set1_ps(level_unit);
     for (int r = 0; r < rows; r += 4)
       _mm_store_ps(units + r, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<4>(exponents + r)) : unit);
-    read_scales();
   }
   // Decodes the powers of two of `count` rows, one byte each. 255 is NaN.
   template <int count>
@@ -110,22 +109,20 @@ struct BlockedRows {
     const __m128i nan = _mm_cmpeq_epi32(wide, _mm_set1_epi32(255));
     return _mm_castsi128_ps(_mm_or_si128(_mm_slli_epi32(wide, 23), nan));
   }
-  // Reads the scales of the next span.
-  EQQUANT_INLINE void read_scales() {
+  // Reads the scales of the next span, which begins with the first chunk. Called in one place of a loop, because the
+  // code for all types of scales is long.
+  EQQUANT_INLINE void next_span() {
+    const int64_t groups = blocks.are_in_spans ? ChunkScales::groups_of_span
+                                               : std::min(ChunkScales::groups_of_span, of_block);
     lanes = blocks.lanes;
-    chunks = blocks.chunks_of_span;
-    group = after;
-    if (blocks.are_in_spans) {
-      after += ChunkScales::groups_of_span;
-      read_scales(block, first(blocks.blocks - block));
+    chunks = blocks.are_in_spans ? blocks.chunks_of_span : groups * blocks.chunks_of_group;
+    group = after, after += groups;
+    read_scales(block, blocks.are_in_spans ? first(blocks.blocks - block) : 1);
+    of_block -= groups;
+    if (blocks.are_in_spans)
       block += ChunkScales::groups_of_span / blocks.groups_of_block;
-    } else {
-      const int64_t groups = std::min(ChunkScales::groups_of_span, of_block);
-      chunks = groups * blocks.chunks_of_group;
-      of_block -= groups, after += groups;
-      read_scales(block, 1);
-      if (!of_block) block++, of_block = blocks.groups_of_block;
-    }
+    else if (!of_block)
+      block++, of_block = blocks.groups_of_block;
     if (blocks.groups_of_block == 1) return;
     for (__m512& scale : of_span) scale = _mm512_permutexvar_ps(blocks.of_group, scale);
   }
@@ -168,18 +165,8 @@ struct BlockedRows {
   }
   // The scale of each 32-bit lane of a row.
   EQQUANT_INLINE __m512 scale(int r) const { return _mm512_permutexvar_ps(lanes, of_span[r]); }
-  EQQUANT_INLINE void next() {
-    next_chunk(), next_group();
-    if (!chunks) next_span();
-  }
   EQQUANT_INLINE void next_chunk() { codes += stored.bytes, left -= chunk, chunks--; }
   EQQUANT_INLINE void next_group() { lanes = _mm512_add_epi32(lanes, blocks.step); }
-  // Returns false at the end of the row.
-  EQQUANT_INLINE bool next_span() {
-    if (left <= 0) return false;
-    read_scales();
-    return true;
-  }
   EQQUANT_INLINE float unit_of(int r) const { return units[r]; }
 };
 
@@ -192,6 +179,25 @@ class RowOffsets {
   NumbersInOrder in_order;
 
   int64_t stride() const { return (blocks + 15) / 16 * 16; }
+
+  // Not inlined, so that it is compiled once instead of once per format. `scales` is a copy: with a reference,
+  // rows of the caller stay in memory.
+  template <int rows, int count>
+  __attribute__((noinline)) void add_all(int64_t row, Numbers scales, int64_t first_of_x,
+                                         __m512 (&totals)[rows][count]) {
+    const Numbers offsets = in_order.of(row, rows);
+    for (int64_t b = 0; b < blocks; b += 16) {
+      const __mmask16 some = first(blocks - b);
+      __m512 x[count];
+      for (int i = 0; i < count; i++) x[i] = _mm512_loadu_ps(sums + (first_of_x + i) * stride() + b);
+      for (int r = 0; r < rows; r++) {
+        const int64_t at = r * blocks + b;
+        __m512 offset = offsets.read(at, some);
+        if (shift != 0) offset = _mm512_fmadd_ps(scales.read(at, some), _mm512_set1_ps(shift), offset);
+        for (int i = 0; i < count; i++) totals[r][i] = _mm512_fmadd_ps(offset, x[i], totals[r][i]);
+      }
+    }
+  }
 
  public:
   // With `by_spans`, the caller calls `add_span` for each span.

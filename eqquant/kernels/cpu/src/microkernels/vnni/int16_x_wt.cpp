@@ -159,6 +159,11 @@ struct InRegisters : BlockedRows<rows, Stored> {
                              const Stored& stored, NumbersInOrder& in_order, RowOffsets& offsets, int64_t row)
       : BlockedRows<rows, Stored>(p, levels.unit, blocks, stored, in_order, row),
         table(_mm512_load_si512(levels.values)), offsets(offsets), row(row) {}
+  EQQUANT_INLINE void read() {
+    if (!this->chunks) this->next_span();
+    BlockedRows<rows, Stored>::read();
+  }
+  EQQUANT_INLINE void next() { this->next_chunk(), this->next_group(); }
   template <int step>
   EQQUANT_INLINE __m512i weight(int r) const {
     return decode<bits, step>(table, this->of[r]);

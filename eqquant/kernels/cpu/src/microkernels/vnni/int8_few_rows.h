@@ -264,6 +264,7 @@ struct Tile {
     __m512 scales[rows][count], totals[rows][count];
     unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { totals[r][i] = _mm512_setzero_ps(); }); });
     do {
+      weights.next_span();
       scale_units(weights, units, stride, scales);
       from.offsets.add_span(weights.group, weights.of_span, totals);
       do {
@@ -284,7 +285,7 @@ struct Tile {
         add_sums<parts>(sums, weights.lanes, scales, totals);
         weights.next_group();
       } while (weights.chunks && weights.left > 0);
-    } while (weights.next_span());
+    } while (weights.left > 0);
     __m512 all[rows][count];  // Not `totals`, which would not stay in registers.
     unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { all[r][i] = totals[r][i]; }); });
     from.offsets.add(row, weights.scales, 0, all);

@@ -94,7 +94,7 @@ void run_tile(const Product& p, const Product& order, Operands<UnpackedBytes>& f
   unrolled<rows>([&](auto r) { unrolled<count>([&](auto i) { totals[r][i] = _mm512_setzero_ps(); }); });
   for (int64_t b = 0; b < p.blocks; b++, codes += of_block) {
     if (b % ChunkScales::groups_of_span == 0) {
-      if (b) weights.read_scales();
+      weights.next_span();
       scale_units(weights, units, stride, scales);
     }
     __m512i sums[rows][shape.sums()];

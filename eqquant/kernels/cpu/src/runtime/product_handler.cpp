@@ -1,4 +1,4 @@
-// The handlers that XLA calls: they check operands and distribute the work.
+// The handler of products, which checks operands and distributes the work, and what Python reads from the library.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -9,21 +9,15 @@
 
 #include "decode/states.h"
 #include "decode/unpack.h"
-#include "encode/transpose.h"
+#include "runtime/handler.h"
 #include "runtime/huge_pages.h"
 #include "runtime/limits.h"
 #include "runtime/machine.h"
 #include "runtime/parallel.h"
 #include "runtime/range.h"
 
-namespace ffi = xla::ffi;
-
 namespace eqquant {
 namespace {
-
-ffi::Error invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("eqquant: " + what);
-}
 
 const Kernel* find(std::string_view name) {
   for (const Kernel* kernel = kernels; kernel->name; kernel++)
@@ -87,10 +81,6 @@ int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // The multiplications of a product, including what decoding costs.
 int64_t multiplications(const Product& p) { return (p.m + limits::rows_of_decoding) * p.rows * p.columns(); }
-// Rows of `size` values that one thread encodes or rounds at once.
-int64_t rows_of_a_piece(int64_t size) {
-  return std::max<int64_t>(1, limits::values_of_a_thread / 8 / std::max<int64_t>(size, 1));
-}
 int64_t units_of(const Product& p) { return p.contract_rows ? p.packed : p.rows; }
 
 // True if each thread computes whole products of a batch, because threads cannot share one, or it is too small.
@@ -308,111 +298,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   return ffi::Error::Success();
 }
 
-ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
-                  ffi::Buffer<ffi::F32> boundaries, ffi::Buffer<ffi::F32> levels,
-                  ffi::Buffer<ffi::F32> given, ffi::ResultBuffer<ffi::U8> codes,
-                  ffi::ResultBuffer<ffi::F32> scales, ffi::ResultBuffer<ffi::PRED> problems,
-                  int64_t block, bool is_given, ffi::Span<const float> shares) {
-  Encoder* const run = instructions() ? encoder(instructions()) : nullptr;
-  if (!run) return invalid("this CPU cannot encode");
-  const auto of_x = x.dimensions();
-  if (of_x.size() != 2) return invalid("x must have two axes");
-  if (boundaries.element_count() != 16 || levels.element_count() != 16)
-    return invalid("there must be 16 boundaries and 16 levels");
-  if (block < 32 || block % 32 || of_x[1] % block)
-    return invalid("block must be a multiple of 32, and divide the size of a row");
-  const int64_t rows = of_x[0], size = of_x[1];
-  if (int64_t(codes->element_count()) != rows * size / 2 ||
-      int64_t(scales->element_count()) != rows * size / block ||
-      int64_t(problems->element_count()) != rows)
-    return invalid("shapes of results do not fit");
-  if (is_given && given.element_count() != scales->element_count())
-    return invalid("there must be a scale for each block");
-  const Encoding e{x.typed_data(),
-                   boundaries.typed_data(),
-                   levels.typed_data(),
-                   shares.begin(),
-                   static_cast<int64_t>(shares.size()),
-                   is_given ? given.typed_data() : nullptr,
-                   codes->typed_data(),
-                   scales->typed_data(),
-                   problems->typed_data(),
-                   rows,
-                   size,
-                   block};
-  parallel_for(pool, rows, rows_of_a_piece(size), [&](int64_t begin, int64_t end) { run(e, begin, end); });
-  return ffi::Error::Success();
-}
-
-ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
-                 ffi::Buffer<ffi::F32> boundaries, ffi::Buffer<ffi::F32> levels,
-                 ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::PRED> problems,
-                 int64_t kind, int64_t block, float largest_scale, bool by_deviation,
-                 bool least_squares, int64_t best) {
-  best = std::min<int64_t>(best, instructions());
-  if (best < 1) return invalid("this CPU cannot round");
-  const auto of_x = x.dimensions();
-  if (of_x.size() != 2) return invalid("x must have two axes");
-  const int64_t rows = of_x[0], size = of_x[1];
-  if (kind < 0 || kind > 3) return invalid("kind must be 0 to 3");
-  if (boundaries.element_count() != 15 || levels.element_count() != 16)
-    return invalid("there must be 15 boundaries and 16 levels");
-  if (block < 1 || size % block) return invalid("block must divide the size of a row");
-  if (int64_t(y->element_count()) != rows * size || int64_t(problems->element_count()) != rows)
-    return invalid("shapes of results do not fit");
-  const Rounding r{x.typed_data(),
-                   boundaries.typed_data(),
-                   levels.typed_data(),
-                   y->typed_data(),
-                   problems->typed_data(),
-                   size,
-                   block,
-                   static_cast<Levels>(kind),
-                   largest_scale,
-                   by_deviation,
-                   least_squares};
-  Rounder* const run = rounder(static_cast<int>(best));
-  parallel_for(pool, rows, rows_of_a_piece(size), [&](int64_t begin, int64_t end) { run(r, begin, end); });
-  return ffi::Error::Success();
-}
-
-ffi::Error round_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S8> codes,
-                      ffi::ResultBuffer<ffi::F32> scales, int64_t best) {
-  best = std::min<int64_t>(best, instructions());
-  if (best < 1) return invalid("this CPU cannot round");
-  const auto of_x = x.dimensions();
-  if (of_x.size() != 2) return invalid("x must have two axes");
-  const int64_t rows = of_x[0], size = of_x[1];
-  if (codes->element_count() != x.element_count() || int64_t(scales->element_count()) != rows)
-    return invalid("shapes of results do not fit");
-  const Int8Rounding r{x.typed_data(), codes->typed_data(), scales->typed_data(), size};
-  Int8Rounder* const run = int8_rounder(static_cast<int>(best));
-  parallel_for(pool, rows, rows_of_a_piece(size), [&](int64_t begin, int64_t end) { run(r, begin, end); });
-  return ffi::Error::Success();
-}
-
-ffi::Error transpose(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> x, ffi::ResultBuffer<ffi::S8> y) {
-  const auto of_x = x.dimensions(), of_y = y->dimensions();
-  if (of_x.size() != 3 || of_y.size() != 3 || of_y[0] != of_x[0] || of_y[1] != of_x[2] ||
-      of_y[2] != of_x[1])
-    return invalid("x must have three axes, and y must have the last two of them swapped");
-  const int64_t rows = of_x[1], columns = of_x[2], size = rows * columns;
-  const auto* from = reinterpret_cast<const uint8_t*>(x.typed_data());
-  auto* to = reinterpret_cast<uint8_t*>(y->typed_data());
-  for (int64_t i = 0; i < of_x[0]; i++) {
-    const auto work = [&](int64_t begin, int64_t end) {
-      transpose_bytes(from + i * size, to + i * size, rows, columns, begin, end);
-    };
-    if (size < limits::values_of_a_thread) work(0, columns);
-    else parallel_for(pool, columns, transpose_tile, work);
-  }
-  return ffi::Error::Success();
-}
-
 }  // namespace
 }  // namespace eqquant
-
-#define EQQUANT_EXPORT extern "C" __attribute__((visibility("default")))
 
 EQQUANT_EXPORT XLA_FFI_Error* eqquant_dot(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
@@ -437,53 +324,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Attr<float>("level_unit")
                                   .Attr<bool>("contract_rows")
                                   .Attr<bool>("own_scales"));
-
-EQQUANT_EXPORT XLA_FFI_Error* eqquant_encode(XLA_FFI_CallFrame*);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_encode, eqquant::encode,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::U8>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::PRED>>()
-                                  .Attr<int64_t>("block")
-                                  .Attr<bool>("is_given")
-                                  .Attr<ffi::Span<const float>>("shares"));
-
-EQQUANT_EXPORT XLA_FFI_Error* eqquant_round(XLA_FFI_CallFrame*);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::PRED>>()
-                                  .Attr<int64_t>("kind")
-                                  .Attr<int64_t>("block")
-                                  .Attr<float>("largest_scale")
-                                  .Attr<bool>("by_deviation")
-                                  .Attr<bool>("least_squares")
-                                  .Attr<int64_t>("instructions"));
-
-EQQUANT_EXPORT XLA_FFI_Error* eqquant_round_int8(XLA_FFI_CallFrame*);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round_int8, eqquant::round_int8,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::S8>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("instructions"));
-
-EQQUANT_EXPORT XLA_FFI_Error* eqquant_transpose(XLA_FFI_CallFrame*);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_transpose, eqquant::transpose,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::S8>>()
-                                  .Ret<ffi::Buffer<ffi::S8>>());
 
 // See instructions() in machine.h.
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
