@@ -21,7 +21,7 @@ from eqquant import (
     NVFP4,
     Ternary,
 )
-from eqquant.formats import Int2, Int5, Int6
+from eqquant.formats import Int2, Int5, Int6, Trellis
 from eqquant.kernels import Compute, cpu, Matmul, round_int8, xla
 from eqquant.kernels.cpu._call import call, has_small_levels, unpacked_bits
 from helpers import assert_identical, pairs, relative, slow
@@ -85,7 +85,8 @@ DIRECTIONS = [
 
 
 def exact(kernel):
-    """Return whether a kernel requires integer levels and one scale per row."""
+    """Return whether a kernel requires integer levels, and one scale per row or codes
+    of 8 bits in long blocks."""
     return "int8x2" in kernel and kernel not in IN_TILES
 
 
@@ -98,7 +99,9 @@ def serves(kernel, format, blocks, packed, contract_rows):
     if format.float8:
         return False
     if exact(kernel):
-        return not contract_rows and format.integer_levels and blocks == 1
+        is_long = unpacked_bits(format) == 8 and block >= 128 and block % 4 == 0
+        one = blocks == 1 or (kernel == "int8x2, VNNI" and is_long)
+        return not contract_rows and format.integer_levels and one
     if kernel.endswith("AVX2"):
         if kernel.startswith("int8") and not has_small_levels(format):
             return False
@@ -132,7 +135,10 @@ def draw_product(data, kernel):
     if kernel == "int8, AVX2":
         formats = [Int2, Int3, Int4, Ternary, Binary]
     make = data.draw(st.sampled_from(formats))
-    blocks_of = [None] if only_integers else [None, 128, 256]
+    in_blocks = not only_integers
+    if kernel == "int8x2, VNNI":
+        in_blocks = make in (Int5, Int6, Int8)
+    blocks_of = [None, 128, 256] if in_blocks else [None]
     format = make(
         block_size=data.draw(st.sampled_from(blocks_of)),
         scale_dtype=data.draw(st.sampled_from(["float32", "bfloat16", "float16"])),
@@ -187,6 +193,24 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
             x = normal(m, 523 if contract_rows else 1024)
             got, expected = both(kernel, x, q.codes, q.scales, format, contract_rows)
             assert relative(got, expected) < TOLERANCE[kernel]
+
+
+@pytest.mark.skipif(not runs("int8x2, VNNI"), reason="NATIVE KERNEL NOT RUN")
+@pytest.mark.parametrize("format", [Int8(block_size=128), Trellis(bits=2)], ids=repr)
+def test_codes_in_long_blocks_are_exact(format, normal):
+    """Only the activation is rounded, to 15 bits of its largest number, even if the
+    scales of a row are very different."""
+    factors = 10.0 ** np.arange(-3, 3).repeat(256)
+    q = eqquant.quantize(normal(130, 1536) * factors, format)
+    # Values that the kernel rounds to themselves.
+    x = np.asarray(normal(70, 1536) * 32).round().clip(-127, 127)
+    x[:, 0] = 127
+    args = jnp.asarray(x, jnp.float32), q.codes, q.scales
+    matmul = Matmul(q.format, False)
+    got = call("int8x2, VNNI", matmul.of(*args), *args)
+    expected = x.astype(np.float64) @ np.asarray(q.dequantize(), np.float64).T
+    # Sums of floats.
+    assert relative(got, expected) < 1e-6
 
 
 @pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)

@@ -210,6 +210,13 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", Int6(), 3, {"precision": "default"}, "int16, VNNI"),
         ("VNNI", Int6(), 2, {}, "int8x2, VNNI"),
         ("VNNI", Int6(), 3, {}, "int16, VNNI"),
+        # Codes of 8 bits in long blocks are not rounded.
+        ("VNNI", Int8(block_size=128), 11, {}, "int16, VNNI"),
+        ("VNNI", Int8(block_size=128), 12, {}, "int8x2, VNNI"),
+        ("VNNI", Int8(block_size=128), 12, {"rows": 64}, "int16, VNNI"),
+        ("VNNI", Int8(block_size=64), 12, {}, "int16, VNNI"),
+        ("VNNI", Int8(block_size=128), 12, {"precision": "default"}, "int16, VNNI"),
+        ("VNNI", Trellis(bits=3), 4096, {}, "int8x2, VNNI"),
         ("VNNI", MXFP4(), 1, {}, "int8x2, VNNI"),
         ("VNNI", NF4(), 1, {}, "int16, VNNI"),
         ("VNNI", Int2(), 1, {}, "int16, VNNI"),

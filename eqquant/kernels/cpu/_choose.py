@@ -16,7 +16,7 @@ from ._call import (
     unpacked_bits,
 )
 from ._library import INT8_SETS, Library, load, status
-from ._rules import describe_limits, describe_rules, Fact, first_rule, Rule
+from ._rules import describe_limits, describe_rules, Fact, first_rule, limit, Rule
 
 
 # The rounding of each arithmetic; the bits of an activation that it keeps, or None for
@@ -227,6 +227,7 @@ def _fits(product: Product) -> frozenset[str]:
         "sixteen": sixteen,
         "tiles": tiles,
         "lanes": lanes and pairs and fill_tile,
+        "long": block >= limit("int8_long_block") and block % 4 == 0,
         "halves": fill_tile and (one or block in halves or block % 32 == 0),
         "vectors": vectors and short,
         "panels": vectors and row % 16 == 0,

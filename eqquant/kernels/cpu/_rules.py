@@ -21,7 +21,8 @@ rule that holds serves. `XLA` means that XLA is faster. The facts in conditions 
 - `fits`: whole blocks fill AMX tiles (`tiles`), 64 bytes (`lanes`), 32 bytes or equal
   parts of them (`halves`), registers of sixteen bytes with short runs (`vectors`), or
   registers in whole rows (`panels`); `sixteen` if the bytes of a block are a multiple
-  of 16. For `lanes` and `halves`, weights in `x@w.T` have at least 8 rows.
+  of 16, and `long` if there are at least `int8_long_block` and they are a multiple of 4.
+  For `lanes` and `halves`, weights in `x@w.T` have at least 8 rows.
 - `cpu`: the instruction sets, and `bfloat16` if XLA multiplies bfloat16 fast.
 
 A kernel works in several ways, for few and for many rows. `src/runtime/limits.h` is the
@@ -75,6 +76,8 @@ int8x2|vnni|product=x@w.T activation=int16 weight=table,values levels=int8,small
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits=lanes m>=16
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits!=lanes m>=8
 int8|i8mm,dotprod|product=x@w.T activation=int8 weight=table,values sums=int32 m>=8
+# Codes of 8 bits in long blocks are not rounded. Few rows do not pay for transposing them.
+int8x2|vnni|product=x@w.T activation=int16 weight=values levels=int8,small fits=long rows>=128 m>=12
 # Rounding the activation to int16 does not pay for short rows, such as keys of a cache,
 # or for few rows of the weight.
 float|avx512|product=x@w.T activation=int8,int16 weight=table,values k<=64
@@ -226,6 +229,11 @@ def limits() -> tuple[Limit, ...]:
         Limit(name, int(value) << int(shift or 0), meaning)
         for name, value, shift, meaning in rows
     )
+
+
+def limit(name: str) -> int:
+    """Return the value of a limit within kernels."""
+    return next(limit.value for limit in limits() if limit.name == name)
 
 
 def describe_limits() -> str:

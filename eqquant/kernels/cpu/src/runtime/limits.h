@@ -31,6 +31,7 @@ EQQUANT_LIMIT(int16_panels_8_bits, 21, "the least m for which int16 x@w.T decode
 EQQUANT_LIMIT(int16_panels_4_bits, 42, "the same for 4 bits")
 EQQUANT_LIMIT(int16_panels, 96, "the same for 1 and 2 bits")
 EQQUANT_LIMIT(int8_in_registers, 8, "the largest m (int8x2: 2 * m) for which exact int8 x@w.T decodes in registers")
+EQQUANT_LIMIT(int8_long_block, 128, "the bytes of the blocks that int8x2 x@w.T with VNNI multiplies exactly")
 EQQUANT_LIMIT(int8_short_row, 128, "rows of at most these bytes become panels if these pay, also for few m")
 EQQUANT_LIMIT(int8_transposed, 40, "int8 x@w.T with VNNI transposes panels if limit * m >= columns")
 EQQUANT_LIMIT(offsets_by_rows, 4, "the largest m for which offsets are multiplied as they are stored")

@@ -52,11 +52,11 @@ struct Panel {
   }
 
   template <int vectors, int count>
-  void multiply(const int8_t* x, int64_t stride, int64_t length, uint32_t* totals) const {
+  void multiply(const int8_t* x, int64_t stride, int64_t length, uint32_t* totals, int64_t begin) const {
     __m512i sums[count][vectors];
     for (int i = 0; i < count; i++)
       for (int v = 0; v < vectors; v++) sums[i][v] = _mm512_setzero_si512();
-    const Vector* w = panel.data();
+    const Vector* w = panel.data() + begin / 4 * vectors;
     int64_t j = 0;
     do {  // At least one iteration: a loop that may be empty compiles to slower code.
       __m512i weight[vectors];
@@ -75,12 +75,13 @@ struct Panel {
         _mm512_store_si512(totals + (i * vectors + v) * 16, sums[i][v]);
   }
 
-  // Multiplies by `count` rows of the activation. Totals are (row of the activation, vector, lane).
-  void multiply(int vectors, const int8_t* x, int64_t stride, int64_t length, int count,
-                uint32_t* totals) const {
+  // Multiplies bytes of the rows, from `begin` on, by `count` rows of the activation. Totals are (row of the
+  // activation, vector, lane).
+  void multiply(int vectors, const int8_t* x, int64_t stride, int64_t length, int count, uint32_t* totals,
+                int64_t begin = 0) const {
     with_constant<most_vectors>(vectors, [&](auto vectors) {
       with_constant<most_at_once>(count, [&](auto count) {
-        multiply<vectors, count>(x, stride, length, totals);
+        multiply<vectors, count>(x, stride, length, totals, begin);
       });
     });
   }
