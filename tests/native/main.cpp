@@ -197,8 +197,11 @@ bool check(const Case& c) {
   // Blocks of whole runs. Some routines require one scale per row, unless there are few rows of the activation.
   p.run = p.stored_bits == 3 && below(2) ? 4 * (2 + below(5)) : 8 << (below(8) ? below(3) : 6);
   if (p.stored_bits == 2 && !below(4)) p.bits = 4, p.run = 8;  // Blocks of 16 codes, which are unpacked.
+  // Long blocks of codes of 8 bits are exact in some routines.
+  const bool is_long = p.bits == 8 && !below(3);
+  if (is_long) p.run = 64 * (2 + below(3));
   // Often one run of eight bytes, the shortest possible block. Sometimes more blocks than a vector has scales.
-  const int64_t runs = 1 + below(2) * below(6), most = runs == 1 && p.run <= 32 ? 40 : 5,
+  const int64_t runs = 1 + (is_long ? 0 : below(2) * below(6)), most = runs == 1 && p.run <= 32 ? 40 : 5,
                 blocks = 1 + below(below(2) ? most : 5);
   if (c.exact && below(2)) p.m = 1 + below(2);
   const bool one_scale = below(2);

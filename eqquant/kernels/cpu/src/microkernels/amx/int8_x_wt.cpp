@@ -1,8 +1,9 @@
 // int8 x @ w.T by AMX tiles.
 //
 // A row of the activation is `unit * high` (int8), or `unit * (256 * high + low)` (int8x2), which keeps 16 bits.
-// Levels that are bytes stay exact if each row has one scale. Other weights are split in the same way, relative to
-// the largest value of a row in a span. The product of the two low parts is omitted: it is 2^-16 of the largest.
+// Levels that are bytes stay exact if each row has one scale, and in long blocks (int8_blocks.h). Other weights are
+// split in the same way, relative to the largest value of a row in a span. The product of the two low parts is omitted:
+// it is 2^-16 of the largest.
 #define EQQUANT_TARGET_AMX
 #include <immintrin.h>
 
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "decode/scales.h"
+#include "microkernels/amx/int8_blocks.h"
 #include "microkernels/amx/int8_parts.h"
 #include "microkernels/amx/x_wt.h"
 #include "runtime/absmax.h"
@@ -289,11 +291,18 @@ class Int8Element {
   }
 };
 
+void run_any(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  if (!in_exact_blocks(p)) return run<Int8Element>(p, scratch, begin, end);
+  const Layout<int8_t> layout(p);
+  const char* const units = space_in<Int8Element>(p, layout, const_cast<char*>(scratch));  // Only read.
+  run_blocks(p, layout, scratch, reinterpret_cast<const float*>(units), begin, end);
+}
+
 }  // namespace
 EQQUANT_END
 
 namespace eqquant {
-extern const Routine int8_x_wt_amx = {amx::prepare<amx::Int8Element>, amx::run<amx::Int8Element>,
+extern const Routine int8_x_wt_amx = {amx::prepare<amx::Int8Element>, amx::run_any,
                                       amx::scratch_size<amx::Int8Element>, always<amx::weight_rows>,
                                       amx::why_not_blocks};
 }  // namespace eqquant
