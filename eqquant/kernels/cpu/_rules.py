@@ -21,8 +21,8 @@ rule that holds serves. `XLA` means that XLA is faster. The facts in conditions 
 - `fits`: whole blocks fill AMX tiles (`tiles`), 64 bytes (`lanes`), 32 bytes or equal
   parts of them (`halves`), registers of sixteen bytes with short runs (`vectors`), or
   registers in whole rows (`panels`); `sixteen` if the bytes of a block are a multiple
-  of 16, and `long` if there are at least `int8_long_block` and they are a multiple of 4.
-  For `lanes` and `halves`, weights in `x@w.T` have at least 8 rows.
+  of 16, and `long` if they are at least `int8_long_block` and a multiple of 4. For
+  `lanes` and `halves`, weights in `x@w.T` have at least 8 rows.
 - `cpu`: the instruction sets, and `bfloat16` if XLA multiplies bfloat16 fast.
 
 A kernel works in several ways, for few and for many rows. `src/runtime/limits.h` is the
@@ -233,7 +233,7 @@ def limits() -> tuple[Limit, ...]:
 
 def limit(name: str) -> int:
     """Return the value of a limit within kernels."""
-    return next(limit.value for limit in limits() if limit.name == name)
+    return next(row.value for row in limits() if row.name == name)
 
 
 def describe_limits() -> str:

@@ -81,7 +81,7 @@ struct BlockedRows {
   Numbers scales;           // Unused for `integers` times powers of two, which are read as they are stored.
   const uint8_t *integers, *exponents;
   int64_t group, after = 0, chunks = 0;  // The first group of the span, the group after it, and the chunks that remain.
-  int64_t block = 0, of_block;       // The first block after the span; and its groups, unless spans have whole blocks.
+  int64_t block = 0, of_block;  // The first block after the span; and its groups, unless spans have whole blocks.
   __m512i lanes, of[rows];
   __m512 of_span[rows];
   alignas(16) float units[rows];
@@ -179,25 +179,6 @@ class RowOffsets {
   NumbersInOrder in_order;
 
   int64_t stride() const { return (blocks + 15) / 16 * 16; }
-
-  // Not inlined, so that it is compiled once instead of once per format. `scales` is a copy: with a reference,
-  // rows of the caller stay in memory.
-  template <int rows, int count>
-  __attribute__((noinline)) void add_all(int64_t row, Numbers scales, int64_t first_of_x,
-                                         __m512 (&totals)[rows][count]) {
-    const Numbers offsets = in_order.of(row, rows);
-    for (int64_t b = 0; b < blocks; b += 16) {
-      const __mmask16 some = first(blocks - b);
-      __m512 x[count];
-      for (int i = 0; i < count; i++) x[i] = _mm512_loadu_ps(sums + (first_of_x + i) * stride() + b);
-      for (int r = 0; r < rows; r++) {
-        const int64_t at = r * blocks + b;
-        __m512 offset = offsets.read(at, some);
-        if (shift != 0) offset = _mm512_fmadd_ps(scales.read(at, some), _mm512_set1_ps(shift), offset);
-        for (int i = 0; i < count; i++) totals[r][i] = _mm512_fmadd_ps(offset, x[i], totals[r][i]);
-      }
-    }
-  }
 
  public:
   // With `by_spans`, the caller calls `add_span` for each span.

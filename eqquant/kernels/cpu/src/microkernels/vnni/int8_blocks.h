@@ -19,8 +19,8 @@ namespace by_blocks {
 
 constexpr int parts = 2;
 
-// True if blocks are long enough: the work at the end of a block takes the time of about sixteen bytes. For one part
-// of the activation, this is slower than rounding rows of the weight to integers with a common step.
+// True if blocks are long enough for the work at the end of each. For one part of the activation, rounding rows of the
+// weight to integers with a common step is faster.
 inline bool serves(const Product& p) {
   return p.parts == parts && p.bits == 8 && !p.exponent && p.blocks > 1 && p.block_bytes() >= limits::int8_long_block &&
          p.block_bytes() % 4 == 0;
