@@ -4,11 +4,11 @@ from typing import Any
 
 import eqquant
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from _llama_example import model as llama
-from jaxtyping import Array, Float
+from _one_layer import embedded, layer_by_kind
+from jaxtyping import Array, Float, Int
 
 
 # The matrices of a layer, in the order in which it uses them.
@@ -20,6 +20,7 @@ class _Part(eqx.Module):
 
     layer: Any
     inputs: Float[Array, "batches rows length size"]
+    kind: Int[Array, ""]
 
 
 def corrected(
@@ -38,21 +39,17 @@ def corrected(
     model = llama.unstack(model)
     length, count = tokens.shape[1], len(tokens) // rows
     batches = tokens[: rows * count].reshape(count, rows, length)
-    if any(model.config.local):
-        raise ValueError("Layers with local attention are not supported.")
-    view = jax.tree.map(lambda x: x[0], model._views(length, length, 0, None))
-
-    def forward(part, i):
-        return part.layer(part.inputs[i], view, None, None, 0, None)[0]
-
+    run_layer, kinds = layer_by_kind(model, length)
+    forward = lambda part, i: run_layer(part.layer, part.inputs[i], part.kind)
     run = eqx.filter_jit(forward)
     after = lambda part: jnp.stack([run(part, i) for i in jnp.arange(count)])
     embedding = eqquant.quantize_tree(model.embedding, "int8")
-    expected = model.embedding.weight[batches]
-    inputs = eqquant.dequantize_tree(embedding).weight[batches]
+    expected = embedded(model.config, model.embedding.weight, batches)
+    words = eqquant.dequantize_tree(embedding).weight
+    inputs = embedded(model.config, words, batches)
     layers = []
-    for layer in model.layers:
-        part, quantized = _Part(layer, expected), _Part(layer, inputs)
+    for layer, kind in zip(model.layers, map(jnp.array, kinds), strict=True):
+        part, quantized = _Part(layer, expected, kind), _Part(layer, inputs, kind)
         for names in _STEPS:
             rules = {f"*.{name}.weight": format for name in names} | {"*": None}
             stats = eqquant.calibrate(

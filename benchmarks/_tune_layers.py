@@ -2,10 +2,10 @@
 
 import eqquant
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from _llama_example import model as llama
+from _one_layer import embedded, layer_by_kind
 from eqquant.training import tune_rounding
 
 
@@ -16,24 +16,20 @@ def tuned(student, teacher, tokens: np.ndarray, steps: int, rows: int = 2):
     from the student's layers before it, and the expected outputs from the teacher.
     """
     student, teacher = llama.unstack(student), llama.unstack(teacher)
-    length = tokens.shape[1]
-    views = teacher._views(length, length, 0, None)
-
-    def forward(layer, x):
-        return layer(x, view, None, None, 0, None)[0]
-
-    # One view, so that all layers share a compiled program.
-    if any(teacher.config.local):
-        raise ValueError("Layers with local attention are not supported.")
-    view = jax.tree.map(lambda x: x[0], views)
+    run_layer, kinds = layer_by_kind(teacher, tokens.shape[1])
+    forward = lambda layer, inputs: run_layer(layer, *inputs)
     run = eqquant.quaxify(forward)
-    expected = jnp.split(teacher.embedding.weight[tokens], len(tokens) // rows)
-    embedding = eqquant.dequantize_tree(student.embedding).weight
-    inputs = jnp.split(embedding[tokens], len(tokens) // rows)
+    rounded = eqquant.dequantize_tree(student.embedding).weight
+    split = lambda words: jnp.split(
+        embedded(teacher.config, words, tokens), len(tokens) // rows
+    )
+    expected, hidden = split(teacher.embedding.weight), split(rounded)
     layers = []
-    for quantized, layer in zip(student.layers, teacher.layers, strict=True):
-        expected = [forward(layer, x) for x in expected]
+    both = zip(student.layers, teacher.layers, strict=True)
+    for (quantized, layer), kind in zip(both, map(jnp.array, kinds), strict=True):
+        inputs = [(x, kind) for x in hidden]
+        expected = [forward(layer, (x, kind)) for x in expected]
         batches = list(zip(inputs, expected, strict=True))
         layers.append(tune_rounding(quantized, layer, forward, batches, steps=steps))
-        inputs = [run(layers[-1], x) for x in inputs]
+        hidden = [run(layers[-1], x) for x in inputs]
     return eqx.tree_at(lambda m: m.layers, student, tuple(layers))

@@ -8,16 +8,16 @@ mean and the 99% quantile over tokens), the perplexity, and the share of tokens 
 same most probable next token. The float model has the decoded weights of the file. The
 embedding is in INT8 except in rows with "at most" and "llama.cpp".
 
-"calibrated" means GPTQ with statistics of the first text, and rotation; "tuned" means
+"calibrated" means GPTQ with statistics of the first text, and rotation; "folded" means
+that neighbouring weights contain rotations where that is possible; "tuned" means
 AutoRound of one layer after the other, in 80 steps of 1,024 tokens; "curvature" means
 statistics of the curvature of the KL divergence instead of the inputs; "corrected"
 means that matrices are quantized in order, with GPTAQ and rotation; "not rotated" means
-GPTQ only, and "rotated by N" a rotation of N values each. "distilled"
-then trains scales and norms with another part of the first text. The float model runs
-once, and its 64 most probable tokens per position are stored. "at most N bits"
-allocates N bits per weight of the whole model, including the embedding, to the matrices
-of each layer; "with trellis" among trellis codes as well. The second text must be
-another one.
+GPTQ only, and "rotated by N" a rotation of N values each. "distilled" then trains
+scales and norms with another part of the first text. The float model runs once, and its
+64 most probable tokens per position are stored. "at most N bits" allocates N bits per
+weight of the whole model, including the embedding, to the matrices of each layer; "with
+trellis" among trellis codes as well. The second text must be another one.
 
 HQQ, torchao, GPTQModel and AutoRound quantize the matrices of the layers, each in its
 own environment, with a block size of 64. GPTQModel and AutoRound calibrate with the
@@ -59,6 +59,7 @@ from _accuracy_rows import (
 from _answers import Answers
 from _correct_layers import corrected
 from _environments import CACHE
+from _fold_layers import folded
 from _language_peers import Peers
 from _llama_example import comparison, load, model as llama, text as texts_of_llama
 from _llama_quantize import quantize_file
@@ -82,6 +83,7 @@ class Row(NamedTuple):
     peer: tuple[str, str] | None = None
     curvature: bool = False
     corrected: bool = False
+    folded: bool = False
     tuning_steps: int = 0
 
 
@@ -92,6 +94,7 @@ ROWS = {
     "int8": Row("int8"),
     "nf4": Row(NF4),
     "nf4, calibrated": Row(NF4, True, _rotated),
+    "nf4, calibrated, folded": Row(NF4, folded=True),
     "nf4, calibrated, curvature": Row(NF4, True, _rotated, curvature=True),
     "nf4, corrected": Row(NF4, False, _rotated, corrected=True),
     "nf4, tuned": Row(NF4, False, _rotated, tuning_steps=80),
@@ -298,6 +301,8 @@ def rows_of(
             return by_llama(source, row.llama, importance(source, stats), folder)
         if row.corrected:
             return corrected(model, tokens, row.format, **row.options), None
+        if row.folded:
+            return folded(model, tokens, row.format), None
         own = curved if row.curvature else stats
         result = quantized(model, row, own, allocations)
         if row.tuning_steps:

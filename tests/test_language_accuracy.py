@@ -11,7 +11,8 @@ from eqquant.formats import Trellis
 
 
 ROOT = pathlib.Path(__file__).parent.parent
-MODEL = ROOT / "tests" / "examples" / "data" / "llama" / "llama3"
+MODELS = ROOT / "tests" / "examples" / "data" / "llama"
+MODEL = MODELS / "llama3"
 
 
 @pytest.mark.slow
@@ -24,6 +25,7 @@ def test_rows(monkeypatch, tmp_path):
     tokens = rng.integers(0, model.config.vocabulary, (12, 64), np.int32)
     names = ["float", "int8", "nf3, calibrated", "nf3, calibrated, search 8"]
     names += ["nf3, calibrated, distilled", "at most 8.5 bits"]
+    names += ["nf4, calibrated, folded"]
     formats = Trellis(bits=4, block_size=32), *script.ROWS["at most 4.25 bits"].formats
     budget = script.Row(None, True, bits=8.5, formats=formats)
     monkeypatch.setitem(script.ROWS, "at most 8.5 bits", budget)
@@ -38,13 +40,15 @@ def test_rows(monkeypatch, tmp_path):
     assert bits[0] == 32 and bits[2] == bits[3] == bits[4] < bits[1] < 14
     assert divergences[4] < divergences[2]
     assert bits[5] <= 8.5 and divergences[5] < divergences[2]
+    assert divergences[6] < divergences[2]
 
 
 @pytest.mark.slow
-def test_layers_are_tuned_one_after_the_other(monkeypatch, rng):
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+def test_layers_are_tuned_one_after_the_other(name, monkeypatch, rng):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = importlib.import_module("language_accuracy")
-    model = script.load.load_model(MODEL, stacked=True, progress=False)
+    model = script.load.load_model(MODELS / name, stacked=True, progress=False)
     tokens = rng.integers(0, model.config.vocabulary, (4, 16), np.int32)
     nearest = script.comparison.quantize(model, "nf3")
     tuned = script.tuned(nearest, model, tokens, steps=30)
@@ -58,11 +62,12 @@ def test_layers_are_tuned_one_after_the_other(monkeypatch, rng):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
 @pytest.mark.filterwarnings("ignore:.*fewer rows than inputs")
-def test_matrices_are_corrected_in_order(monkeypatch, rng):
+def test_matrices_are_corrected_in_order(name, monkeypatch, rng):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = importlib.import_module("language_accuracy")
-    model = script.load.load_model(MODEL, stacked=True, progress=False)
+    model = script.load.load_model(MODELS / name, stacked=True, progress=False)
     tokens = rng.integers(0, model.config.vocabulary, (40, 64), np.int32)
     tokens, held_out = tokens[:32], tokens[32:]
     stats = script.calibration(model, tokens, False)

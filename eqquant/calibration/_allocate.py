@@ -8,9 +8,18 @@ from typing import Any, get_args
 import numpy as np
 
 from .._jax import check_one_of, typed, wrong
-from ..arrays import check_rotation
 from ..formats import as_format, Format
-from ..trees import as_text, base_of, choose, Method, nbytes, sites
+from ..trees import (
+    as_text,
+    base_of,
+    check_rotations,
+    choose,
+    Method,
+    nbytes,
+    rotation_of,
+    Rotations,
+    sites,
+)
 from ._options import gain, Option, Options, options_of
 from ._statistics import Statistics
 
@@ -150,7 +159,7 @@ def allocate(
     rules: Mapping | None = None,
     min_size: int = 256,
     method: str = "gptq",
-    rotate: bool | int = False,
+    rotate: Rotations = False,
 ) -> Allocation:
     """Choose a format for each weight within a byte budget, with the least change of
     the model's results.
@@ -205,7 +214,7 @@ def allocate(
     no weight is chosen, if `method` is unknown, or if `stats` belong to another model.
     """
     check_one_of(_caller, "method", method, get_args(Method))
-    check_rotation(_caller, rotate)
+    check_rotations(_caller, rotate)
     budget = _whole_bytes(budget)
     if isinstance(formats, str):
         accepted = "a sequence of formats"
@@ -232,7 +241,14 @@ def allocate(
     others = nbytes(model) - before
     by_gptq = method == "gptq"
     options = tuple(
-        options_of(leaves[choice.path], choice, known, stats, by_gptq, rotate)
+        options_of(
+            leaves[choice.path],
+            choice,
+            known,
+            stats,
+            by_gptq,
+            rotation_of(choice.path, rotate),
+        )
         for choice in choices
     )
     return _chosen(options, others, budget)

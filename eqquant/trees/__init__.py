@@ -29,6 +29,7 @@ from ._quantize import dequantize_tree, Method, quantize_tree
 from ._report import Report, report, ReportRow, row_of
 from ._results import float_arrays
 from ._roles import weight_of
+from ._rotations import check_rotations, rotation_of, Rotations
 from ._rules import QuantizationRule, Rules
 from ._scan_layers import scan_layers
 from ._sites import Site, sites, Tree

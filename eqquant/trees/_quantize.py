@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from .._jax import check_one_of, typed
 from ..arrays import (
     canonical_axes,
-    check_rotation,
     dequantize,
     is_quantized,
     quantize,
@@ -23,6 +22,7 @@ from ._choice import Choice, choose, leaves_of, replace_base, replace_chosen
 from ._layers import match_layers
 from ._left_out import warn_of_left_out
 from ._progress import with_progress
+from ._rotations import check_rotations, rotation_of, Rotations
 from ._sites import sites, Tree
 
 
@@ -39,7 +39,7 @@ def quantize_tree(
     min_size: int = 256,
     calibration: AbstractCalibration | None = None,
     method: str = "gptq",
-    rotate: bool | int = False,
+    rotate: Rotations = False,
     search: int = 1,
     check_finite: bool = True,
     progress: bool | None = None,
@@ -112,7 +112,9 @@ def quantize_tree(
         of two that divides the axis, and at most `rotate` if it is a number: with the
         block size of a format such as MXFP4, values are only rotated within their
         block. This is most accurate with `calibration`; without it, the gain may be
-        small.
+        small. A mapping `{pattern: value}` gives the value of each weight by its path:
+        the first pattern that matches wins, and other weights are not rotated.
+        [`eqquant.calibration.fold_rotations`][] returns one.
     - `search`: the number of roundings of each row that GPTQ keeps while it rounds a
         block (the M-algorithm), for example 16. Each has its own error feedback. The
         time grows with the number. Formats of eight bits are not searched.
@@ -141,7 +143,7 @@ def quantize_tree(
     choices = choose(model, format, caller=caller, **options)
     warn_of_left_out(model, choices, format, caller=caller, **options)
     check_one_of(caller, "method", method, get_args(Method))
-    check_rotation(caller, rotate)
+    check_rotations(caller, rotate)
     if not 1 <= search <= 1024:
         raise ValueError(f"{caller}: search must be from 1 to 1024, got {search}.")
     leaves, round_by_data = leaves_of(model), None
@@ -166,10 +168,11 @@ def quantize_tree(
         )
 
     def quantize_weight(weight, choice: Choice):
-        if not rotate or not weight.ndim:
+        largest = rotation_of(choice.path, rotate)
+        if not largest or not weight.ndim:
             return rounded(weight, choice, 1)
         axis = canonical_axes(choice.axis, weight.ndim)[-1]
-        rotated_weight, block = rotated(weight, axis, rotate)
+        rotated_weight, block = rotated(weight, axis, largest)
         if block == 1:
             return rounded(weight, choice, 1)
         q = rounded(rotated_weight, choice, block)

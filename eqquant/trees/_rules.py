@@ -56,7 +56,7 @@ class Rules:
 
     def __init__(
         self,
-        rules: Mapping[str | re.Pattern, Any] | None,
+        rules: Mapping | None,
         parse: Callable[[Any], tuple],
         caller: str,
     ):
@@ -81,7 +81,7 @@ class Rules:
     def find(self, site: Site) -> tuple | None:
         self._example = self._example or site.path
         for pattern, rule in self._rules:
-            if self._matches(pattern, site.path):
+            if matches(pattern, site.path):
                 excluded = pattern != site.path and is_never_a_weight(site)
                 if excluded and rule[0] is not None:
                     self._skipped.setdefault(pattern, site)
@@ -108,11 +108,11 @@ class Rules:
             message = f"{self._caller}: these rules match nothing: {nothing}.{example}"
             warn(message, UserWarning)
 
-    @staticmethod
-    def _matches(pattern, path: str) -> bool:
-        if isinstance(pattern, re.Pattern):
-            return pattern.fullmatch(path) is not None
-        return fnmatch.fnmatchcase(path, pattern)
+
+def matches(pattern: str | re.Pattern, path: str) -> bool:
+    if isinstance(pattern, re.Pattern):
+        return pattern.fullmatch(path) is not None
+    return path == pattern or fnmatch.fnmatchcase(path, pattern)
 
 
 def format_rule(rule: Any) -> tuple[Format | None, Axis | None, Compute | None]:

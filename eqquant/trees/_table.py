@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 Rows = Sequence[Sequence[str]]
 
-_left = ("path", "shape", "axis", "format", "type", "in eqquant", "")
+_left = ("path", "shape", "axis", "format", "type", "in eqquant", "kept by", "")
 # Sorts by a column: numbers by value, and the largest first on the first click.
 _sort = (
     "const body = this.closest('table').tBodies[0], i = this.cellIndex;"
