@@ -15,7 +15,10 @@ from jaxtyping import Array, Integer, UInt
 @dataclasses.dataclass(frozen=True)
 class LinearTable:
     """A table of levels whose index is linear in the bits of a state: bit `i` of the
-    index is the parity of the bits that `masks[i]` selects."""
+    index is the parity of the bits that `masks[i]` selects.
+
+    Native kernels on CPUs only support tables whose second half is the negative of the
+    first half in reverse order."""
 
     masks: tuple[int, ...]
     levels: tuple[int, ...]

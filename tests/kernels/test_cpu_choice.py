@@ -348,10 +348,15 @@ def test_every_rule_serves_a_product_on_some_cpu():
 
 @pytest.mark.parametrize("bits, most", [(2, 32), (3, 64), (4, 128)])
 def test_a_linear_table_must_fit_the_lookup_of_its_codes(bits, most):
-    """Native kernels would look up other levels of a larger table."""
+    """Native kernels would look up other levels of a larger table, and of a table
+    without signs."""
 
     class Wide(Trellis):
         linear_table = LinearTable((1,) * bits, (0,) * (most + 1))
 
+    class Uneven(Trellis):
+        linear_table = LinearTable((1,) * bits, (1,) * 2**bits)
+
     assert _choose._is_known(Trellis(bits=bits))
     assert not _choose._is_known(Wide(bits=bits))
+    assert not _choose._is_known(Uneven(bits=bits))

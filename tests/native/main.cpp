@@ -22,6 +22,12 @@ using eqquant::Product;
 using eqquant::Routine;
 using eqquant::ScaleType;
 
+#if !defined(EQQUANT_ARM)
+namespace eqquant {
+extern StatesUnpacker unpack_states_avx2;
+}
+#endif
+
 namespace {
 
 struct Case {
@@ -361,12 +367,20 @@ bool check_states(int best) {
   eqquant::LinearTable& table = tables[bits];
   const bool is_new = std::all_of(table.masks, table.masks + 8, [](uint32_t mask) { return !mask; });
   if (is_new || !below(4)) {
-    for (uint8_t& level : table.levels) level = static_cast<uint8_t>(below(255) - 127);
-    for (int i = 0; i < 3 + bits; i++) table.masks[i] = 1 + below((1 << eqquant::state_bits) - 1);
+    const int index_bits = 3 + bits - below(2), last = (1 << index_bits) - 1;
+    table = {};
+    for (int i = 0; i <= last / 2; i++) {
+      const int level = below(255) - 127;
+      table.levels[i] = static_cast<uint8_t>(level), table.levels[last - i] = static_cast<uint8_t>(-level);
+    }
+    for (int i = 0; i < index_bits; i++) table.masks[i] = 1 + below((1 << eqquant::state_bits) - 1);
   }
   std::unique_ptr<uint8_t[]> codes(new uint8_t[groups * bytes]), levels(new uint8_t[groups * run]);
   for (int64_t i = 0; i < groups * bytes; i++) codes[i] = static_cast<uint8_t>(below(256));
   p.codes = codes.get(), p.linear_table = &table, p.unpack_states = eqquant::states_unpacker(needs);
+#if !defined(EQQUANT_ARM)
+  if (needs == 1 && below(2)) p.unpack_states = eqquant::unpack_states_avx2;  // For CPUs without GFNI.
+#endif
   eqquant::unpack(p, codes.get(), groups, levels.get());
   bool fine = true;
   for (int64_t group = 0; group < groups; group++)

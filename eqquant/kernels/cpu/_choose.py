@@ -144,7 +144,10 @@ def _is_known(format: Format) -> bool:
     """Return whether the kernels decode codes with this history to int8 levels."""
     most_levels = {2: 32, 3: 64, 4: 128}.get(format.bits, 0)
     table, state_bits = format.linear_table, format.bits * (format.history + 1)
-    return table is not None and len(table.levels) <= most_levels and state_bits == 12
+    if table is None or len(table.levels) > most_levels or state_bits != 12:
+        return False
+    # The highest bit of an index is the sign of the level.
+    return all(a == -b for a, b in zip(table.levels, table.levels[::-1], strict=True))
 
 
 def _block(product: Product) -> int:

@@ -11,7 +11,7 @@ namespace eqquant {
 constexpr int state_bits = 12;
 
 // A table of levels whose index is linear in the bits of a state: bit i of the index is the parity of the bits that
-// mask i selects.
+// mask i selects. The second half of the levels is the negative of the first half in reverse order.
 struct LinearTable {
   static constexpr int most_levels = 128, most_masks = 8, numbers = most_levels + most_masks;
   alignas(64) uint8_t levels[most_levels];  // int8

@@ -32,7 +32,8 @@ class States {
 
   LinearTable table;
   Map maps[planes][bytes_of_window];
-  ByteVector::Table<bits == 2 ? 32 : bits == 3 ? 64 : 128> levels;
+  static constexpr int index_bits = 3 + bits;
+  ByteVector::Table<1 << index_bits> levels;
   ByteVector::Order<planes> order;
   // For 3 bits and some blocks: zero, and the high bits of each column, in even bits.
   std::vector<uint8_t> high_bits;
@@ -60,12 +61,18 @@ class States {
 
  public:
   explicit States(const LinearTable& table) : table(table), levels(table.levels) {
+    // The level of an index is the negative of the level of the index with opposite bits.
+    uint32_t masks_of_index[LinearTable::most_masks];
+    for (int i = 0; i < LinearTable::most_masks; i++) {
+      const bool is_below_sign = ByteVector::indices_have_signs && i < index_bits - 1;
+      masks_of_index[i] = table.masks[i] ^ (is_below_sign ? table.masks[index_bits - 1] : 0);
+    }
     for (int plane = 0; plane < planes; plane++) {
       uint8_t masks[bytes_of_window][8] = {};
       for (int i = 0; i < LinearTable::most_masks; i++)
         for (int bit = 0; bit < state_bits; bit++) {
           const Place at = place_of(plane, bit);
-          masks[at.byte][i] = static_cast<uint8_t>(masks[at.byte][i] | (table.masks[i] >> bit & 1) << at.bit);
+          masks[at.byte][i] = static_cast<uint8_t>(masks[at.byte][i] | (masks_of_index[i] >> bit & 1) << at.bit);
         }
       for (int byte = 0; byte < bytes_of_window; byte++) maps[plane][byte] = Map(masks[byte]);
     }

@@ -14,10 +14,14 @@ EQQUANT_BEGIN
 struct ByteVector {
   static constexpr int64_t size = 32;
   using Bytes = __m256i;
+#if defined(EQQUANT_TARGET_AVX2_GFNI)
+  using Input = __m256i;
+#else
   // The low and the high four bits of each byte.
   struct Input {
     __m256i low, high;
   };
+#endif
 
   static EQQUANT_INLINE Bytes load(const uint8_t* at, int64_t count) {
     if (count == size) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
@@ -37,10 +41,14 @@ struct ByteVector {
     store(all, x);
     std::memcpy(to, all, count);
   }
+#if defined(EQQUANT_TARGET_AVX2_GFNI)
+  static EQQUANT_INLINE Input input(Bytes x) { return x; }
+#else
   static EQQUANT_INLINE Input input(Bytes x) {
     const __m256i low = _mm256_set1_epi8(15);
     return {_mm256_and_si256(x, low), _mm256_and_si256(_mm256_srli_epi16(x, 4), low)};
   }
+#endif
   static EQQUANT_INLINE Bytes add(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
   // Moves odd bits to the even bits below.
   static EQQUANT_INLINE Bytes halve(Bytes x) { return _mm256_srli_epi16(x, 1); }
@@ -61,6 +69,17 @@ struct ByteVector {
   };
   // Bit i of a result is the parity of the bits of a byte that mask i selects. `used` are the bits that any mask
   // selects.
+#if defined(EQQUANT_TARGET_AVX2_GFNI)
+  struct Map {
+    __m256i matrix;
+    Map() = default;
+    explicit Map(const uint8_t* masks) : matrix(_mm256_set1_epi64x(bit_matrix(masks))) {}
+    template <int>
+    EQQUANT_INLINE Bytes of(Input x) const {
+      return _mm256_gf2p8affine_epi64_epi8(x, matrix, 0);
+    }
+  };
+#else
   struct Map {
     __m256i of_low, of_high;
     Map() = default;
@@ -77,22 +96,30 @@ struct ByteVector {
       return add(_mm256_shuffle_epi8(of_low, x.low), _mm256_shuffle_epi8(of_high, x.high));
     }
   };
+#endif
+  // Levels, whose second half is the negative of the first. The highest bit of an index is the sign.
+  static constexpr bool indices_have_signs = true;
   template <int count>
   struct Table {
-    __m256i parts[count / 16];
+    static constexpr int parts_of_half = count / 32, sign = parts_of_half == 1 ? 4 : parts_of_half == 2 ? 5 : 6;
+    __m256i parts[parts_of_half];
     explicit Table(const uint8_t* levels) {
-      for (int i = 0; i < count / 16; i++) parts[i] = twice(levels + 16 * i);
+      for (int i = 0; i < parts_of_half; i++) parts[i] = twice(levels + 16 * i);
     }
-    EQQUANT_INLINE Bytes look_up(Bytes index) const { return look_up<0, count / 16>(index); }
+    EQQUANT_INLINE Bytes look_up(Bytes index) const {
+      // Not 0, which would make the level 0.
+      const __m256i signs = _mm256_or_si256(_mm256_slli_epi16(index, 7 - sign), _mm256_set1_epi8(1));
+      return _mm256_sign_epi8(look_up<0, parts_of_half>(index), signs);
+    }
 
    private:
-    // Chooses by bit 4 of the index between two parts, by bit 5 between two pairs, and so on.
+    // Chooses by bit 4 of the index between two parts, and by bit 5 between two pairs.
     template <int first, int of>
     EQQUANT_INLINE Bytes look_up(Bytes index) const {
       if constexpr (of == 1) {
         return _mm256_shuffle_epi8(parts[first], index);
       } else {
-        constexpr int bit = of == 2 ? 4 : of == 4 ? 5 : 6;
+        constexpr int bit = of == 2 ? 4 : 5;
         return _mm256_blendv_epi8(look_up<first, of / 2>(index), look_up<first + of / 2, of / 2>(index),
                                   _mm256_slli_epi16(index, 7 - bit));
       }

@@ -58,10 +58,7 @@ struct ByteVector {
   struct Map {
     __m512i matrix, of_low;  // The results for the six low bits.
     Map() = default;
-    explicit Map(const uint8_t* masks) {
-      uint64_t rows = 0;  // The last bit is first.
-      for (int i = 0; i < 8; i++) rows |= uint64_t{masks[i]} << 8 * (7 - i);
-      matrix = _mm512_set1_epi64(static_cast<int64_t>(rows));
+    explicit Map(const uint8_t* masks) : matrix(_mm512_set1_epi64(bit_matrix(masks))) {
       alignas(64) uint8_t low[64];
       for (int value = 0; value < 64; value++) low[value] = parities(masks, value);
       of_low = _mm512_load_si512(low);
@@ -72,6 +69,7 @@ struct ByteVector {
       return used < 64 ? _mm512_permutexvar_epi8(x, of_low) : _mm512_gf2p8affine_epi64_epi8(x, matrix, 0);
     }
   };
+  static constexpr bool indices_have_signs = false;
   template <int count>
   struct Table {
     __m512i low, high;

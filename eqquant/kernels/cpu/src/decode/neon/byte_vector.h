@@ -70,6 +70,7 @@ struct ByteVector {
       return add(vqtbl1q_u8(of_low, x.low), vqtbl1q_u8(of_high, x.high));
     }
   };
+  static constexpr bool indices_have_signs = false;
   template <int count>
   struct Table {
     uint8x16x4_t low, high;

@@ -30,14 +30,14 @@ inline bool serves(const Product& p) {
 // an offset, because the instruction reads them as unsigned.
 inline int64_t corrections_of(const Product& p) { return p.m * parts * p.blocks; }
 inline int64_t scratch_size(const Product& p) {
-  return eqquant::vnni::scratch_size(p) + 64 + corrections_of(p) * int64_t{sizeof(int32_t)};
+  return EQQUANT_NAMESPACE::scratch_size(p) + 64 + corrections_of(p) * int64_t{sizeof(int32_t)};
 }
 inline int32_t* corrections_in(const Product& p, char* scratch) {
-  return reinterpret_cast<int32_t*>(scratch + (eqquant::vnni::scratch_size(p) + 63) / 64 * 64);
+  return reinterpret_cast<int32_t*>(scratch + (EQQUANT_NAMESPACE::scratch_size(p) + 63) / 64 * 64);
 }
 
 inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  eqquant::vnni::prepare(p, scratch, begin, end);
+  EQQUANT_NAMESPACE::prepare(p, scratch, begin, end);
   const Layout layout(p);
   const int64_t block = p.block_bytes();
   const __m512i offset = _mm512_set1_epi8(static_cast<char>(Int8Vector::middle));

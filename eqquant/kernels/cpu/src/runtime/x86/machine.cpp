@@ -38,6 +38,12 @@ bool has_f16c() {
   return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
 }
 
+// Products with matrices of bits. Intel's CPUs with AVX2 have them since 2021.
+bool has_gfni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 8 & 1);
+}
+
 int find_out() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c())
@@ -55,7 +61,7 @@ int find_out() {
 bool has_bit_matrices() {
   static const bool found = [] {
     unsigned a, b, c, d;
-    return instructions() >= vnni && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1) && (c >> 8 & 1);
+    return instructions() >= vnni && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1) && has_gfni();
   }();
   return found;
 }
@@ -92,9 +98,10 @@ const Kernel kernels[] = {
 extern const Routine offsets_avx2, offsets_avx512;
 const Routine& offsets_routine(int instructions) { return instructions < avx512 ? offsets_avx2 : offsets_avx512; }
 
-StatesUnpacker unpack_states_avx2, unpack_states_gfni;
+StatesUnpacker unpack_states_avx2, unpack_states_avx2_gfni, unpack_states_gfni;
 StatesUnpacker* states_unpacker(int instructions) {
-  return has_bit_matrices() && instructions >= avx512 ? unpack_states_gfni : unpack_states_avx2;
+  if (instructions >= avx512 && has_bit_matrices()) return unpack_states_gfni;
+  return has_gfni() ? unpack_states_avx2_gfni : unpack_states_avx2;
 }
 
 Rounder round_avx2, round_avx512;
