@@ -22,7 +22,7 @@ using eqquant::Product;
 using eqquant::Routine;
 using eqquant::ScaleType;
 
-#if !defined(EQQUANT_ARM)
+#if !defined(__aarch64__)
 namespace eqquant {
 extern StatesUnpacker unpack_states_avx2;
 }
@@ -378,7 +378,7 @@ bool check_states(int best) {
   std::unique_ptr<uint8_t[]> codes(new uint8_t[groups * bytes]), levels(new uint8_t[groups * run]);
   for (int64_t i = 0; i < groups * bytes; i++) codes[i] = static_cast<uint8_t>(below(256));
   p.codes = codes.get(), p.linear_table = &table, p.unpack_states = eqquant::states_unpacker(needs);
-#if !defined(EQQUANT_ARM)
+#if !defined(__aarch64__)
   if (needs == 1 && below(2)) p.unpack_states = eqquant::unpack_states_avx2;  // For CPUs without GFNI.
 #endif
   eqquant::unpack(p, codes.get(), groups, levels.get());
