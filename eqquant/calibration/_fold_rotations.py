@@ -210,8 +210,12 @@ def _rotated(
         if path in moved:
             new.append(jnp.full_like(leaf, moved[path]))
             continue
+        mine = [source for source in of_leaf if source in folded]
+        if not mine:
+            new.append(leaf)
+            continue
         x = leaf.astype(wide_dtype(leaf.dtype))
-        for source in filter(folded.__contains__, of_leaf):
+        for source in mine:
             if gain := gains.get(source):
                 factor = leaves[gain.source.path].astype(x.dtype) + gain.shift
                 x = x * _along(factor, x.ndim, source.axis)
@@ -259,7 +263,8 @@ def _difference(results: Callable, old: list, new: list, arrays: Any) -> float:
     change, size = np.sum(np.asarray(sums, np.float64), 0)
     difference = float(np.sqrt(change / size)) if size else float(change)
     # Rounding errors of a deep network are larger than those of one product.
-    limit = max(float(jnp.finfo(leaf.dtype).eps) for leaf in old) ** 0.5
+    eps = (float(jnp.finfo(leaf.dtype).eps) for leaf in old)
+    limit = max(eps, default=0.0) ** 0.5
     if not difference <= limit:
         raise RuntimeError(
             f"{_caller}: the results change by {difference:.1e} of their size, and "
@@ -270,5 +275,9 @@ def _difference(results: Callable, old: list, new: list, arrays: Any) -> float:
 
 
 def _squares(a: Array, b: Array) -> Array:
+    """Return the sum of the squared changes, and of the squares. Infinite values, such
+    as those of a mask, must be the same."""
     a, b = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (a, b))
-    return jnp.stack([jnp.sum(jnp.abs(a - b) ** 2), jnp.sum(jnp.abs(a) ** 2)])
+    change = jnp.where(a == b, 0, jnp.abs(a - b))
+    size = jnp.where(jnp.isfinite(a), jnp.abs(a), 0)
+    return jnp.stack([jnp.sum(jnp.square(change)), jnp.sum(jnp.square(size))])

@@ -301,6 +301,22 @@ def test_quantized_weights_stay():
     assert fold_rotations(forward, model, X).rotate == {"*": True}
 
 
+def test_infinite_results():
+    def forward(m, x):
+        y = (x @ m["v"].T) @ m["w"].T
+        return jnp.where(y > 0, y, -jnp.inf), y
+
+    assert fold_rotations(forward, MODEL, X).difference < 1e-5
+
+
+def test_other_leaves_stay():
+    model = MODEL | {"a": jnp.ones(3, complex), "b": 3, "c": jnp.arange(4)}
+    found = fold_rotations(lambda m, x: (x @ m["v"].T) @ m["w"].T, model, X).model
+    changed = [key for key in model if found[key] is not model[key]]
+    assert changed == ["v", "w"]
+    fold_rotations(lambda m, x: x * m["b"], {"b": 3}, X)
+
+
 def test_errors():
     forward = lambda m, x: x @ m["w"].T
     with pytest.raises(ValueError, match=r"rotate must be True or the number .* False"):

@@ -78,7 +78,8 @@ def _same(eqn, values):
 @_rule("add", "add_any", "sub")
 def _add(eqn, values):
     for axes, other in zip(values, eqn.invars[::-1], strict=True):
-        if eqn.primitive.name == "add" and isinstance(other, Literal):
+        is_number = isinstance(other, Literal) and not other.aval.shape
+        if eqn.primitive.name == "add" and is_number:
             known = [axis for axis in axes if axis.basis is not None]
             if len(known) == 1 and known[0].vector is not None:
                 number = float(other.val)

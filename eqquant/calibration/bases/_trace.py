@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from ..._jax import Literal, open_jaxpr, split_scan, subjaxprs
 from ._axis import added, Axis, Basis, PLAIN, Source, UNIFORM, ZERO
@@ -79,10 +78,11 @@ class _Walk:
         known = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(var) -> Axes:
-            if isinstance(var, Literal):
-                return (ZERO if np.ndim(var.val) == 0 and var.val == 0 else UNIFORM,)
+            if isinstance(var, Literal) and not var.aval.shape:
+                return (ZERO if var.val == 0 else UNIFORM,)
             constant = Axis(why="a constant")
-            return known.get(var, (constant,) * len(getattr(var.aval, "shape", ())))
+            axes = (constant,) * len(getattr(var.aval, "shape", ()))
+            return axes if isinstance(var, Literal) else known.get(var, axes)
 
         for eqn in jaxpr.eqns:
             outs = self._equation(eqn, [_checked(v, read(v)) for v in eqn.invars])
