@@ -53,7 +53,7 @@ class Peers:
         checkpoint.mkdir()
         length = self._tokens.shape[-1]
         try:
-            folder_of_llama.write_llama(checkpoint, self._model, length)
+            folder_of_llama.write_model(checkpoint, self._model, length)
         except ValueError as error:
             checkpoint.rmdir()
             raise RuntimeError(str(error)) from None

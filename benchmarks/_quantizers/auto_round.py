@@ -16,7 +16,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
     rates = {200: None, 50: 5e-3}
 
     def quantized(model: Model, bits: int, steps: int) -> tuple[Weights, int]:
-        decoder = transformers.LlamaForCausalLM.from_pretrained(
+        decoder = transformers.AutoModelForCausalLM.from_pretrained(
             model.checkpoint, dtype=torch.float32
         )
         rows = list(batches(model))

@@ -1,5 +1,6 @@
 """A model in a Hugging Face folder: `config.json`, safetensors, `tokenizer.json`."""
 
+import dataclasses
 import functools as ft
 import json
 import pathlib
@@ -115,15 +116,13 @@ class Folder:
         return source
 
 
-def write_llama(folder: pathlib.Path, model: Decoder, length: int, **entries) -> None:
-    """Write `config.json` and `model.safetensors` of a Llama for at most `length`
-    tokens. `entries` are added to `config.json`.
+def write_model(folder: pathlib.Path, model: Decoder, length: int, **entries) -> None:
+    """Write `config.json` and `model.safetensors` of a Llama, or of a Gemma 3, for at
+    most `length` tokens. `entries` are added to `config.json`.
 
     Raises a `ValueError` for other architectures, and for scaled positions."""
     config = model.config
     values = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "vocab_size": config.vocabulary,
         "hidden_size": config.size,
         "intermediate_size": config.hidden,
@@ -131,24 +130,46 @@ def write_llama(folder: pathlib.Path, model: Decoder, length: int, **entries) ->
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
-        "hidden_act": "silu",
         "max_position_embeddings": length,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tied,
         "torch_dtype": "float32",
-        **entries,
     }
+    if config.post_norms:
+        values |= _gemma3(config)
+        # Its norms add 1 to their weight, and those of a GGUF file do not.
+        config = dataclasses.replace(config, norm_offset=1.0)
+    else:
+        architecture = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        values |= architecture | {"hidden_act": "silu"}
+    values |= entries
     if config_of(values) != config:
         raise ValueError(
-            "model: only a Llama without scaled positions can be written, and the "
-            f"model has {config}."
+            "model: only a Llama or a Gemma 3 without scaled positions can be written, "
+            f"and the model has {config}."
         )
-    names, tensors = tensor_names("llama", config), {}
+    names, tensors = tensor_names(values["model_type"], config), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        tensors.update(apart(names(path_of(path)), np.asarray(leaf)))
+        path, array = path_of(path), np.asarray(leaf)
+        if config != model.config and path.removesuffix(".weight").endswith("norm"):
+            array = array + (model.config.norm_offset - config.norm_offset)
+        tensors.update(apart(names(path), array))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _gemma3(config: Config) -> dict:
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round((config.attention_scale or 1) ** -2),
+        "layer_types": [kinds[is_local] for is_local in config.local],
+        "sliding_window": config.window,
+        "rope_local_base_freq": config.local_rope_theta,
+    }
 
 
 def read_json(path: pathlib.Path) -> dict:

@@ -28,7 +28,7 @@ import optax
 from config import Config
 from documentation import read_documents
 from fitting import fit
-from folder import write_llama
+from folder import write_model
 from model import Decoder, unstack
 from packing import batch_at, losses, pack, Rows
 from precision import parse_with_precision
@@ -82,7 +82,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 def write_folder(folder: pathlib.Path, model: Decoder) -> None:
     """Write the model in Hugging Face's layout, next to `tokenizer.json`."""
     begin, end = 0, 1
-    write_llama(folder, model, LENGTH, bos_token_id=begin, eos_token_id=end)
+    write_model(folder, model, LENGTH, bos_token_id=begin, eos_token_id=end)
     tokenizer = {"bos_token": BEGIN, "eos_token": END}
     tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     generation = {"bos_token_id": begin, "eos_token_id": end}

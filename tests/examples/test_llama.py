@@ -1,5 +1,6 @@
 """The model of examples/llama is correct, with and without quantization."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -20,11 +21,11 @@ sys.path.insert(0, str(EXAMPLE))
 
 from attention import attend, attend_in_pieces  # noqa: E402
 from attention_kernel import attend_by_kernel  # noqa: E402
-from folder import write_llama  # noqa: E402
+from folder import write_model  # noqa: E402
 from generate import quantize_cache  # noqa: E402
 from load import load_model  # noqa: E402
 from lora import add_adapters  # noqa: E402
-from model import empty_cache  # noqa: E402
+from model import Decoder, empty_cache  # noqa: E402
 from packing import losses, Rows  # noqa: E402
 
 
@@ -232,15 +233,39 @@ def test_gradients_of_adapters(name):
 @pytest.mark.parametrize("stacked", [True, False])
 def test_a_written_folder(stacked, tmp_path):
     model = load("llama2", stacked=stacked)
-    write_llama(tmp_path, model, 64, bos_token_id=1)
+    write_model(tmp_path, model, 64, bos_token_id=1)
     again = load_model(tmp_path, stacked=stacked, progress=False)
     assert eqx.tree_equal(again, model)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_written_gemma(offset, tmp_path):
+    """GGUF files contain weights of norms plus 1."""
+    config = dataclasses.replace(load("gemma3").config, rope_scaling=None)
+
+    def gemma(offset):
+        model = Decoder(
+            dataclasses.replace(config, norm_offset=offset), key=jax.random.key(0)
+        )
+
+        def changed(path, leaf):
+            is_norm = "norm" in jax.tree_util.keystr(path)
+            return leaf + jnp.arange(leaf.size).reshape(leaf.shape) / 64 * is_norm
+
+        return jax.tree_util.tree_map_with_path(changed, model)
+
+    write_model(tmp_path, gemma(offset), 64)
+    again = load_model(tmp_path, stacked=True, progress=False)
+    assert again.config == config
+    assert_close(jax.tree.leaves(again), jax.tree.leaves(gemma(1.0)), 1e-6)
+
+
 def test_only_a_plain_llama_can_be_written(tmp_path):
-    for name in ("llama3", "qwen3"):
-        with pytest.raises(ValueError, match="only a Llama without scaled positions"):
-            write_llama(tmp_path, load(name), 64)
+    for name in ("llama3", "qwen3", "gemma2"):
+        with pytest.raises(
+            ValueError, match="only a Llama or a Gemma 3 without scaled"
+        ):
+            write_model(tmp_path, load(name), 64)
     assert not list(tmp_path.iterdir())
 
 
