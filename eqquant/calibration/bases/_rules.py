@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..._jax import Literal
 from ._axis import (
     added,
@@ -32,6 +34,11 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
         return fn
 
     return register
+
+
+def is_number(var: Any) -> bool:
+    """Return whether an operand is a number in the jaxpr."""
+    return isinstance(var, Literal) and np.ndim(var.val) == 0
 
 
 def _reason(eqn) -> str:
@@ -78,8 +85,7 @@ def _same(eqn, values):
 @_rule("add", "add_any", "sub")
 def _add(eqn, values):
     for axes, other in zip(values, eqn.invars[::-1], strict=True):
-        is_number = isinstance(other, Literal) and not other.aval.shape
-        if eqn.primitive.name == "add" and is_number:
+        if eqn.primitive.name == "add" and is_number(other):
             known = [axis for axis in axes if axis.basis is not None]
             if len(known) == 1 and known[0].vector is not None:
                 number = float(other.val)

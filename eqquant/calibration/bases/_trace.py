@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..._jax import Literal, open_jaxpr, split_scan, subjaxprs
 from ._axis import added, Axis, Basis, PLAIN, Source, UNIFORM, ZERO
-from ._rules import Axes, rules
+from ._rules import Axes, is_number, rules
 
 
 def sources_of(jaxpr: Any, paths: Sequence[str | None]) -> list[list[Source]]:
@@ -78,7 +78,7 @@ class _Walk:
         known = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(var) -> Axes:
-            if isinstance(var, Literal) and not var.aval.shape:
+            if is_number(var):
                 return (ZERO if var.val == 0 else UNIFORM,)
             constant = Axis(why="a constant")
             axes = (constant,) * len(getattr(var.aval, "shape", ()))
