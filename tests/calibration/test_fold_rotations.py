@@ -43,7 +43,7 @@ def folded(fn, model=MODEL, x=X, **options):
 
 
 #
-# What is folded
+# Folded rotations
 #
 
 
@@ -137,6 +137,24 @@ def test_layers_of_a_stack():
     assert folded(forward) == {"w": 64, "stack": 64}
 
 
+def test_a_layer_by_its_index():
+    """Otherwise, `quantize_tree` would rotate the stack back."""
+
+    def forward(m, x):
+        step = lambda i, y: y + y @ m["stack"][i].T
+        return lax.fori_loop(0, 3, step, x @ m["v"].T) @ m["w"].T
+
+    assert folded(forward) == {"w": 64, "stack": 64}
+
+
+def test_parts_of_weights():
+    def forward(m, x):
+        y = x @ m["v"].T
+        return (y[:, :32] @ m["u"][:, :32].T) @ (2 * m["w"]).T
+
+    assert folded(forward) == {"u": 32, "w": 64}
+
+
 def test_matrices_of_experts():
     def forward(m, x):
         y = norm(x @ m["v"].T) * m["gain"]
@@ -147,7 +165,7 @@ def test_matrices_of_experts():
 
 
 #
-# What is not
+# Rotations that change results
 #
 
 

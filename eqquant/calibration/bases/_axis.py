@@ -100,7 +100,8 @@ class Axis:
 
     - `basis`: None for an axis that keeps its basis.
     - `is_uniform`: whether all values along the axis are equal.
-    - `source`, `shift`: the values are those of the axis of a leaf plus this number.
+    - `source`, `shift`: the values are the axis of a leaf plus this number.
+    - `origin`: the axis of a leaf, if the values are a part or a multiple of it.
     - `scans`: the loops that have chosen the source, or the gain, in a stack.
     - `gain`: the gain of the values.
     - `is_square`: whether the values are squares of values in the basis.
@@ -111,6 +112,7 @@ class Axis:
     basis: Basis | None = None
     is_uniform: bool = False
     source: Source | None = None
+    origin: Source | None = None
     scans: tuple[int, ...] = ()
     shift: float = 0.0
     gain: Gain | None = None
@@ -137,6 +139,10 @@ class Axis:
         if self.source is not None:
             self.source.uses.add(None)
         return dataclasses.replace(self, source=None)
+
+    def part(self, reason: str) -> "Axis":
+        """Return the axis after an operation that keeps a part of the values."""
+        return dataclasses.replace(self.used(reason), origin=self.origin)
 
     def used(self, reason: str) -> "Axis":
         """Return the axis after a linear operation, which may use a part of it."""
@@ -212,8 +218,8 @@ def squared(axis: Axis) -> Axis:
 def contract(a: Axis, b: Axis, reason: str) -> None:
     """Record that a product contracts two axes."""
     for axis in (a, b):
-        if axis.source is not None:
-            axis.source.is_contracted = True
+        if axis.origin is not None:
+            axis.origin.is_contracted = True
     for x, weight in ((a, b), (b, a)):
         if x.gain is None or x.basis is None or weight.source is None:
             continue

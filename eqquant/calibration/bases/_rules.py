@@ -1,5 +1,6 @@
 """The axes of the results of each primitive, from the axes of its operands."""
 
+import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -309,7 +310,7 @@ def _sliced(eqn, axis: Axis, size: int, start: int, limit: int, step: int) -> Ax
         return axis
     if step != 1:
         return axis.kept(_reason(eqn))
-    axis = axis.used(_reason(eqn))
+    axis = axis.part(_reason(eqn))
     if axis.basis is not None:
         axis.basis.limit(math.gcd(start, limit))
     return axis
@@ -356,7 +357,8 @@ def _gather(eqn, values):
         whole = sizes[i] == shape[i] and i not in dropped
         axis = axis.moved(_reason(eqn)) if whole else axis.kept(_reason(eqn))
         if i not in dropped:
-            outs[next(offsets)] = axis
+            # The rows are an activation.
+            outs[next(offsets)] = dataclasses.replace(axis, origin=None)
     return [tuple(outs)]
 
 

@@ -33,7 +33,7 @@ def sources_of(jaxpr: Any, paths: Sequence[str | None]) -> list[list[Source]]:
                 for axis, size in enumerate(shape)
                 if size > 1
             ]
-            axes = {s.axis: Axis(s.basis, source=s) for s in sources}
+            axes = {s.axis: Axis(s.basis, source=s, origin=s) for s in sources}
             found.append(sources)
         given = Axis(why="an input of the function")
         inputs.append(tuple(axes.get(axis, given) for axis in range(len(shape))))
@@ -135,7 +135,7 @@ class _Walk:
 
 
 _control = {"scan": _Walk._scan, "while": _Walk._while, "cond": _Walk._cond}
-# Calls whose inputs and results are those of the jaxpr in their parameters.
+# Calls that pass their operands to one jaxpr, and return its results.
 _calls = {
     "pjit",
     "jit",
