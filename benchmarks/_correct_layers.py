@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from _llama_example import model as llama
-from _one_layer import embedded, layer_by_kind
+from _one_layer import layer_by_kind
 from jaxtyping import Array, Float, Int
 
 
@@ -44,9 +44,9 @@ def corrected(
     run = eqx.filter_jit(forward)
     after = lambda part: jnp.stack([run(part, i) for i in jnp.arange(count)])
     embedding = eqquant.quantize_tree(model.embedding, "int8")
-    expected = embedded(model.config, model.embedding.weight, batches)
-    words = eqquant.dequantize_tree(embedding).weight
-    inputs = embedded(model.config, words, batches)
+    rounded = eqquant.dequantize_tree(embedding)
+    expected = model.embed(batches)
+    inputs = eqx.tree_at(lambda m: m.embedding, model, rounded).embed(batches)
     layers = []
     for layer, kind in zip(model.layers, map(jnp.array, kinds), strict=True):
         part, quantized = _Part(layer, expected, kind), _Part(layer, inputs, kind)

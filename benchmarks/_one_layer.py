@@ -1,21 +1,10 @@
 """One layer of a decoder at a time, for methods that quantize layers in order."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
-
-
-def embedded(config: Any, weight: Array, tokens: np.ndarray) -> Array:
-    """Return the inputs of the first layer, `(*tokens.shape, size)`."""
-    x = weight[tokens]
-    if config.scale_embedding:
-        x = x * jnp.asarray(math.sqrt(config.size), x.dtype)
-    return x
 
 
 def layer_by_kind(decoder: Any, length: int) -> tuple[Callable, list[int]]:

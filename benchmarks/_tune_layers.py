@@ -5,7 +5,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from _llama_example import model as llama
-from _one_layer import embedded, layer_by_kind
+from _one_layer import layer_by_kind
 from eqquant.training import tune_rounding
 
 
@@ -19,11 +19,10 @@ def tuned(student, teacher, tokens: np.ndarray, steps: int, rows: int = 2):
     run_layer, kinds = layer_by_kind(teacher, tokens.shape[1])
     forward = lambda layer, inputs: run_layer(layer, *inputs)
     run = eqquant.quaxify(forward)
-    rounded = eqquant.dequantize_tree(student.embedding).weight
-    split = lambda words: jnp.split(
-        embedded(teacher.config, words, tokens), len(tokens) // rows
-    )
-    expected, hidden = split(teacher.embedding.weight), split(rounded)
+    rounded = eqquant.dequantize_tree(student.embedding)
+    rounded = eqx.tree_at(lambda m: m.embedding, teacher, rounded)
+    split = lambda model: jnp.split(model.embed(tokens), len(tokens) // rows)
+    expected, hidden = split(teacher), split(rounded)
     layers = []
     both = zip(student.layers, teacher.layers, strict=True)
     for (quantized, layer), kind in zip(both, map(jnp.array, kinds), strict=True):

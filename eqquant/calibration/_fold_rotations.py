@@ -103,9 +103,9 @@ def fold_rotations(
       front of an embedding that is also the head, because lookups read the embedding
       without the gain.
 
-    In a Llama, all rotations are folded except those of `down`, behind the activation
-    function. If the head is the embedding, only those of values and of the output of
-    attention are.
+    In a Llama, all rotations are folded except the one in front of `down`, behind the
+    activation function. If the head is the embedding, only the rotation in front of the
+    output projection of attention is folded.
 
     !!! Example
 
@@ -268,8 +268,8 @@ def _difference(results: Callable, old: list, new: list, arrays: Any) -> float:
     if not difference <= limit:
         raise RuntimeError(
             f"{_caller}: the results change by {difference:.1e} of their size, and "
-            f"rounding explains at most {limit:.1e}. Please report this model at "
-            "https://github.com/eqquant/eqquant/issues."
+            f"rounding explains at most {limit:.1e}. Please report this model: the "
+            "change is an error of eqquant."
         )
     return difference
 

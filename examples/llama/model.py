@@ -313,6 +313,13 @@ class Decoder(eqx.Module):
         views = self._views(tokens.shape[1], capacity, start, None)
         return self._run(tokens, views, cache, start, False, layout)
 
+    def embed(self, tokens: Int[Array, "*lead"]) -> Float[Array, "*lead size"]:
+        """Return the inputs of the first layer."""
+        x = self.embedding.weight[tokens]
+        if self.config.scale_embedding:
+            x = x * jnp.asarray(math.sqrt(self.config.size), x.dtype)
+        return x
+
     def logits(
         self, hidden: Float[Array, "batch length size"]
     ) -> Float[Array, "batch length vocabulary"]:
@@ -335,9 +342,7 @@ class Decoder(eqx.Module):
 
     def _run(self, tokens, views, cache, start, remat, layout):
         config = self.config
-        x = self.embedding.weight[tokens]
-        if config.scale_embedding:
-            x = x * jnp.asarray(math.sqrt(config.size), x.dtype)
+        x = self.embed(tokens)
         x = x if layout is None else layout.between_layers(x)
         kinds = [int(is_local) for is_local in config.local] or [0] * config.layers
 
